@@ -1,0 +1,201 @@
+"""Every private torch or Lightning name that this package relies on, each with the reason and what breaks without it.
+
+Nothing else in the package reaches for a private name. Lightning is imported inside the functions that need it: the
+lower floor uses this file too, and must not load Lightning.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Runs ``callback`` when the running graph task ends.
+
+    Reason: the end of backward is the only moment at which all of a rank's gradients are known to be final; torch has
+    no public hook for it. FSDP2 and DDP use the same call. Without it no round can be closed: backward would raise
+    ``AttributeError`` in the first hook, never silently skip.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the running graph task, -1 outside of backward.
+
+Reason: one ``backward()`` call is one graph task, so the number tells whether a hook belongs to the round that is open.
+torch's own ``register_multi_grad_hook`` uses it. Without it the import of this file fails.
+"""
+
+
+def evaluating_node() -> Any:
+    """The autograd node that this thread is evaluating, or ``None``.
+
+    Reason: in the callback of a graph task that runs inside another one's node (reentrant checkpointing), this is the
+    outer node; in the outermost it is ``None``. Without it a nested backward could be taken for the outermost, and the
+    parameters that fire after it would be averaged twice.
+    """
+    return torch._C._current_autograd_node()
+
+
+def enclosing_node() -> Any:
+    """The custom autograd function's node whose ``backward`` is on this thread's Python stack, or ``None``.
+
+    Reason: tells, while gradients arrive, that the running graph task is nested, so that nothing is launched from it.
+    Looks for the frames of ``BackwardCFunction.apply``, through which the engine calls every custom backward. If torch
+    renames it, nested tasks are recognized only at their end (:func:`evaluating_node`), and a parameter that fires
+    after its bucket left raises.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _CUSTOM_BACKWARD_CODE:
+            return frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _custom_backward_code() -> frozenset[Any]:
+    function = torch.autograd.function.BackwardCFunction
+    names = ("apply", "apply_boxed")  # the second since torch 2.13
+    return frozenset(getattr(function, name).__code__ for name in names if hasattr(function, name))
+
+
+_CUSTOM_BACKWARD_CODE = _custom_backward_code()
+
+
+not_compiled: Callable[[Any], Any] = torch._disable_dynamo
+"""Keeps a function out of compiled graphs.
+
+Reason: the public ``torch.compiler.disable`` loads the whole compiler when the decorated function is defined, which
+takes seconds; this one waits until something is compiled. Without it the import of this file fails.
+"""
+
+
+def process_group_timeout(process_group: Any) -> timedelta | None:
+    """How long the group's collectives may take.
+
+    Reason: the groups that this package makes beside the user's must give up when the user's does, and torch has no
+    public way to ask. If it cannot be read, torch's default for the backend holds.
+    """
+    for device in ("cpu", "cuda"):
+        try:
+            return process_group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+    return None
+
+
+def composable_contract() -> Any:
+    """torch's decorator that records composable functions on modules.
+
+    Reason: ``fully_shard`` leaves a subtree alone only if this registry says ``"replicate"`` on it. Without it the
+    import fails; if the registry moved, ``fully_shard(parent)`` would shard replicated children, which
+    ``ReplicateState.validate`` turns into an error.
+    """
+    from torch.distributed._composable.contract import contract
+
+    return contract
+
+
+def composable_registry(module: nn.Module) -> dict[str, Any]:
+    """What composable functions were applied to this module, by name. Empty if none was."""
+    from torch.distributed._composable.contract import _get_registry
+
+    return _get_registry(module) or {}
+
+
+def unmark_composable(module: nn.Module, name: str) -> None:
+    """Takes a composable function off a module again; torch has no call for it."""
+    cleaned = without_composable(module.__dict__, name)
+    module.__dict__.clear()
+    module.__dict__.update(cleaned)
+
+
+def without_composable(state: dict[str, Any], name: str) -> dict[str, Any]:
+    """A copy of a module's ``__dict__`` in which composable function ``name`` has never been applied."""
+    cleaned = dict(state)
+    for attribute, keep in _composable_dicts(state, name).items():
+        if keep:
+            cleaned[attribute] = keep
+        else:
+            del cleaned[attribute]
+    return cleaned
+
+
+def _composable_dicts(state: dict[str, Any], name: str) -> dict[str, dict[Any, Any]]:
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    found = {}
+    for attribute in (REGISTRY_KEY, STATE_KEY):
+        if attribute in state:
+            entries = state[attribute]
+            # the registry is keyed by the function's name, the states by the function itself
+            found[attribute] = type(entries)(
+                (key, value) for key, value in entries.items() if getattr(key, "__name__", key) != name
+            )
+    return found
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters, as the dictionary that the module itself holds.
+
+    Reason: comparing these dictionaries' values by identity is the only check for replaced or added parameters that
+    is cheap enough for every step; ``named_parameters()`` costs a hundred times as much.
+    """
+    return module._parameters
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's own children, as the dictionary that the module itself holds. Reason: see :func:`parameters_of`."""
+    return module._modules
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The module's own buffers, as the dictionary that the module itself holds.
+
+    Reason: ``named_buffers()`` hides a buffer that two modules share, and buffers are looked up here at every
+    synchronization so that a buffer which was assigned anew is found.
+    """
+    return module._buffers
+
+
+def forward_pre_hooks_of(module: nn.Module) -> dict[int, Any]:
+    """The module's forward pre-hooks. Reason: copies of a module must not carry ours."""
+    return module._forward_pre_hooks
+
+
+def foreach_copy(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copies many small tensors in one call.
+
+    Reason: one call instead of one per parameter; DDP's ``batched_grad_copy`` does the same. The public spelling is a
+    loop over ``Tensor.copy_``.
+    """
+    torch._foreach_copy_(destinations, sources)
+
+
+def foreach_zero(tensors: list[torch.Tensor]) -> None:
+    """Zeroes many small tensors in one call. Reason: see :func:`foreach_copy`."""
+    torch._foreach_zero_(tensors)
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Gives memory and first values to a module that was built on the meta device.
+
+    Reason: Lightning does this for its sharding strategies and not for DDP. Without it a model that was built on the
+    meta device fails at ``module.to(device)`` with torch's message.
+    """
+    from lightning.fabric.utilities.init import _materialize_distributed_module
+
+    _materialize_distributed_module(module, device)
+
+
+def rank_zero_info(message: str) -> None:
+    """Logs on rank 0. Reason: Lightning's two twins each export this; the shared package is the one both have."""
+    from lightning_utilities.core.rank_zero import rank_zero_info
+
+    rank_zero_info(message)

@@ -1,0 +1,6 @@
+"""The lower floor: data-parallel replication for plain torch. Nothing here knows Lightning.
+
+Read in this order: ``api`` (plain types), ``layout`` (parameters to buckets), ``bucket`` (one flat buffer),
+``wire`` (how it travels), ``agreement`` (what ranks must agree on), ``reducer`` (one group's round), ``channel`` (all
+groups of one process group), ``buffers``, ``state`` (one ``replicate()`` call) and ``replicate`` (the entry point).
+"""

@@ -1,0 +1,150 @@
+"""Plain types shared by every layer of the core: options, plans, statistics and errors. Imports nothing local."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Union
+
+import torch
+
+Average = Literal["participants", "world", "sum", "weighted"]
+"""What a gradient is divided by: the ranks that took part, all ranks, one, or the sum of the ranks' weights."""
+
+BufferChoice = Union[Literal["auto", "step", "epoch", "start"], Iterable[str], Callable[[str, torch.Tensor], bool]]
+"""Which buffers follow rank 0 after set-up, and when. See :class:`~lightning_replicate.core.buffers.BufferSync`."""
+
+_AVERAGES = ("participants", "world", "sum", "weighted")
+_BUFFER_SCHEDULES = ("auto", "step", "epoch", "start")
+_MIB = 1024 * 1024
+
+
+class ReplicateError(RuntimeError):
+    """Ranks disagree, or a round of gradient averaging could not be finished."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the parameters of one ``replicate()`` call travel.
+
+    Attributes:
+        bucket_cap_mb: Size at which a bucket is closed, in MiB.
+        reduce_dtype: Data type on the wire; ``None`` keeps the gradient's own.
+        average: What the sum over ranks is divided by.
+        comm_hook: DDP communication hook ``hook(state, bucket) -> Future``, or ``None``.
+        comm_hook_state: First argument of ``comm_hook``.
+        buffers: Which buffers follow rank 0, and when.
+    """
+
+    bucket_cap_mb: float = 25.0
+    reduce_dtype: torch.dtype | None = None
+    average: Average = "participants"
+    comm_hook: Callable[..., Any] | None = None
+    comm_hook_state: Any = None
+    buffers: BufferChoice = "auto"
+
+    def __post_init__(self) -> None:
+        cap = self.bucket_cap_mb
+        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not math.isfinite(cap) or cap <= 0:
+            raise ValueError(f"`bucket_cap_mb` must be a positive number of MiB, got {cap!r}.")
+        if self.average not in _AVERAGES:
+            raise ValueError(f"`average` must be one of {', '.join(_AVERAGES)}, got {self.average!r}.")
+        if self.reduce_dtype is not None and not (
+            isinstance(self.reduce_dtype, torch.dtype) and self.reduce_dtype.is_floating_point
+        ):
+            raise ValueError(f"`reduce_dtype` must be a floating-point torch.dtype, got {self.reduce_dtype!r}.")
+        if self.comm_hook is not None and not callable(self.comm_hook):
+            raise TypeError(f"`comm_hook` must be callable, got {type(self.comm_hook).__name__}.")
+        if self.comm_hook is not None and self.reduce_dtype is not None:
+            raise ValueError("Give either `comm_hook` or `reduce_dtype`: a hook decides itself what travels.")
+        if isinstance(self.buffers, str) and self.buffers not in _BUFFER_SCHEDULES:
+            raise ValueError(
+                f"`buffers` must be one of {', '.join(_BUFFER_SCHEDULES)}, a list of names or a callable,"
+                f" got {self.buffers!r}."
+            )
+
+    @property
+    def bucket_caps(self) -> tuple[int, ...]:
+        """Bucket limits in bytes. The first bucket is small, so that communication starts early in backward."""
+        cap = max(1, int(self.bucket_cap_mb * _MIB))
+        return (min(_MIB, cap), cap)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket of a :class:`Plan`.
+
+    Attributes:
+        parameters: Names, in the order in which they lie in the bucket.
+        dtype: Data type of every gradient in it.
+        device: Device of every gradient in it.
+        nbytes: Size of the gradients in bytes, without flags and padding.
+    """
+
+    parameters: tuple[str, ...]
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one group reduces: its buckets in launch order.
+
+    Attributes:
+        buckets: The buckets, in the order in which they are launched.
+        world_size: Number of ranks that average together.
+        frozen: Names of managed parameters that do not require gradients and so are in no bucket.
+    """
+
+    buckets: tuple[BucketPlan, ...]
+    world_size: int
+    frozen: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all gradients in bytes."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of all replicated parameters, in launch order."""
+        return tuple(name for bucket in self.buckets for name in bucket.parameters)
+
+    def __str__(self) -> str:
+        head = (
+            f"{len(self.parameters)} parameters in {len(self.buckets)} buckets, {self.nbytes / _MIB:.2f} MiB,"
+            f" averaged over {self.world_size} ranks"
+        )
+        if self.frozen:
+            head += f"; {len(self.frozen)} frozen"
+        lines = [head]
+        for index, bucket in enumerate(self.buckets):
+            shown = ", ".join(bucket.parameters[:3]) + (", ..." if len(bucket.parameters) > 3 else "")
+            lines.append(
+                f"  bucket {index}: {bucket.nbytes / _MIB:8.3f} MiB  {str(bucket.dtype).removeprefix('torch.')}"
+                f"  {bucket.device}  {len(bucket.parameters)} parameters ({shown})"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class RoundStats:
+    """What one group's last round sent. Counted on the host; reading it never waits for the device.
+
+    Attributes:
+        number: How many rounds this group has closed, this one included.
+        nbytes: Bytes handed to collectives on the gradient group, flags included.
+        collectives: Collectives started on the gradient group.
+        early: Buckets launched while backward was running.
+        late: Buckets launched when backward ended.
+        missed: Names of the parameters for which this rank had no gradient.
+    """
+
+    number: int
+    nbytes: int
+    collectives: int
+    early: int
+    late: int
+    missed: tuple[str, ...]

@@ -1,0 +1,302 @@
+"""One bucket: a flat buffer that holds the gradients of some parameters, and flags that say who contributed.
+
+The buffer is ``[gradients | one flag a parameter | weight | signal]``. A flag is 1 where this rank has a gradient; the
+weight says how much this rank counts in the average; the signal asks all ranks for a new layout after the round. All of
+it is summed over ranks in one collective. Where the wire is lossy, the part behind the gradients (the *tail*) is a
+tensor of its own and travels apart.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from lightning_replicate import _private
+from lightning_replicate.core.layout import flat_layout, view_like
+
+if TYPE_CHECKING:
+    from lightning_replicate.core.reducer import Reducer
+
+# Below this mean number of elements a parameter, one batched copy and one multiplication of the whole buffer beat a
+# scaling copy for each parameter (measured; see CONTRIBUTING.md, "Benchmarks").
+_BATCHED_COPY_BELOW = 16384
+_TAIL_EXTRA = 2  # weight, signal
+
+
+class Slot:
+    """One managed parameter: where its gradient goes and what happened to it since the last round.
+
+    Attributes:
+        name: Full name, for reports.
+        param: The parameter.
+        reducer: The group that averages it.
+        bucket: Its bucket in the agreed layout; ``None`` if it is not in the layout.
+        view: Its gradient in the bucket's buffer; ``None`` until the buffer is allocated.
+        address: Where ``view`` starts in memory.
+        used: Whether it received a gradient since the last round.
+        stale: Whether the parameter no longer fits its place (other data type, device or shape).
+        hooks: Handles of the hooks on the parameter; empty while it was never trainable.
+        shape: Shape and strides for which it has its place in the layout.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_reducer",
+        "address",
+        "bucket",
+        "hooks",
+        "name",
+        "param",
+        "shape",
+        "stale",
+        "used",
+        "view",
+    )
+
+    def __init__(self, name: str, param: nn.Parameter, reducer: Reducer) -> None:
+        self.name = name
+        self.param = param
+        self._reducer = weakref.ref(reducer)
+        self.bucket: Bucket | None = None
+        self.view: torch.Tensor | None = None
+        self.address = 0
+        self.used = False
+        self.stale = False
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.shape: tuple[torch.Size, tuple[int, ...]] | None = None
+
+    @property
+    def reducer(self) -> Reducer:
+        reducer = self._reducer()
+        assert reducer is not None, "a slot does not outlive its reducer"
+        return reducer
+
+    def unhook(self) -> None:
+        """Takes the hooks off the parameter."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+    def release(self) -> None:
+        """Takes the hooks off and leaves the gradient as an ordinary tensor."""
+        self.unhook()
+        if self.view is not None and self.param.grad is self.view:
+            self.param.grad = self.view.clone()
+        self.bucket = self.view = None
+
+
+class Bucket:
+    """A flat buffer and the slots whose gradients lie in it.
+
+    Attributes:
+        index: Position in the launch order.
+        slots: The parameters, in the order in which their gradients lie in the buffer.
+        missing: Trainable parameters that have not received their gradient in this round; never zero for a bucket
+            in which nothing is trainable.
+        launched: Whether it left in this round.
+        absent: Slots for which this rank had no gradient, each with its old gradient if the buffer held it.
+    """
+
+    def __init__(self, index: int, slots: Sequence[Slot], *, tail_apart: bool) -> None:
+        first = slots[0].param
+        self.index = index
+        self.slots = list(slots)
+        self.dtype = first.dtype
+        self.device = first.device
+        self.missing = 0
+        self.launched = False
+        self.absent: list[tuple[Slot, torch.Tensor | None]] = []
+        self._numels = [slot.param.numel() for slot in slots]
+        self._layout = flat_layout(self._numels, first.element_size())
+        self._batched = sum(self._numels) < _BATCHED_COPY_BELOW * len(slots)
+        self._tail_apart = tail_apart
+        self._flat: torch.Tensor | None = None
+        self._tail: torch.Tensor | None = None
+        self._tail_if_full: torch.Tensor | None = None
+        for slot in slots:
+            slot.bucket = self
+            slot.view = None
+            slot.stale = False
+            slot.shape = (slot.param.shape, slot.param.stride())
+
+    def holds(self, slot: Slot) -> bool:
+        """Whether the slot's parameter, as it is now, still fits its place."""
+        param = slot.param
+        same = param.dtype == self.dtype and param.device == self.device
+        return same and slot.shape == (param.shape, param.stride())
+
+    @property
+    def numel(self) -> int:
+        """Elements of all gradients, without padding."""
+        return sum(self._numels)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The whole buffer; allocated when first needed, so that set-up costs no memory."""
+        if self._flat is None:
+            self._allocate()
+        assert self._flat is not None
+        return self._flat
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """The gradients as one 1-D tensor, with padding."""
+        return self.flat[: self._layout.numel]
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """``[flags | weight | signal]``, part of :attr:`flat` unless it travels apart."""
+        if self._tail is None:
+            self._allocate()
+        assert self._tail is not None
+        return self._tail
+
+    def _allocate(self) -> None:
+        tail_numel = len(self.slots) + _TAIL_EXTRA
+        payload = self._layout.numel
+        if self._tail_apart:
+            self._flat = torch.zeros(payload, dtype=self.dtype, device=self.device)
+            self._tail = torch.zeros(tail_numel, dtype=torch.float32, device=self.device)
+        else:
+            self._flat = torch.zeros(payload + tail_numel, dtype=self.dtype, device=self.device)
+            self._tail = self._flat[payload:]
+        self._tail_if_full = torch.ones_like(self._tail)
+        self._tail_if_full[-1] = 0
+        for slot, offset in zip(self.slots, self._layout.offsets, strict=True):
+            slot.view = view_like(self._flat, offset, slot.param)
+            slot.address = slot.view.data_ptr()
+
+    def begin(self, fits: bool) -> None:
+        """Starts a round.
+
+        Args:
+            fits: Whether every parameter is trainable and fits its place: the common case, which needs no loop.
+        """
+        self.launched = False
+        if fits:
+            self.missing = len(self.slots)
+        else:
+            self.missing = sum(slot.param.requires_grad and not slot.stale for slot in self.slots) or -1
+
+    @torch.no_grad()
+    def fill(self, scale: float, weight: float, signal: bool) -> None:
+        """Puts this rank's contribution into the buffer and makes the gradients views of it.
+
+        What a parameter contributes is its whole ``.grad``, earlier rounds included: those parts are the same on all
+        ranks, and their mean is themselves.
+
+        Args:
+            scale: Factor for the gradients.
+            weight: How much this rank counts; with 0 it contributes zeros.
+            signal: Whether this rank asks for a new layout.
+
+        Raises:
+            NotImplementedError: If a gradient is sparse.
+        """
+        payload = self.payload
+        self.absent = []
+        copies: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        present: list[torch.Tensor] = []
+        empty: list[torch.Tensor] = []
+        for slot in self.slots:
+            grad, view = slot.param.grad, slot.view
+            assert view is not None
+            if grad is None or slot.stale:
+                self.absent.append((slot, None))
+                empty.append(view)
+            elif grad is view and view.data_ptr() != slot.address:
+                # Module.half() and the like put new memory under a gradient and keep the object
+                copies.append(grad.detach())
+                targets.append(self._renew_view(slot))
+                if slot.used:
+                    slot.param.grad = slot.view
+                else:
+                    self.absent.append((slot, None))
+            elif grad is view:
+                if not slot.used:
+                    self.absent.append((slot, view.clone()))
+                present.append(view)
+            else:
+                if grad.layout is not torch.strided:
+                    raise NotImplementedError(
+                        f"The gradient of {slot.name!r} is sparse ({grad.layout}), which is not supported. Use"
+                        f" `sparse=False` in its module, or leave the module out of replicate()."
+                    )
+                if slot.used:
+                    slot.param.grad = view
+                else:
+                    self.absent.append((slot, None))
+                copies.append(grad)
+                targets.append(view)
+        self._write_tail(weight, signal)
+        if weight == 0:
+            payload.zero_()
+            return
+        if empty:
+            _private.foreach_zero(empty)
+        if self._batched or scale == 1.0:
+            if copies:
+                _private.foreach_copy(targets, copies)
+            if scale != 1.0:
+                payload.mul_(scale)
+            return
+        for grad, view in zip(copies, targets, strict=True):
+            torch.mul(grad, scale, out=view)
+        for view in present:
+            view.mul_(scale)
+
+    def _renew_view(self, slot: Slot) -> torch.Tensor:
+        offset = self._layout.offsets[self.slots.index(slot)]
+        slot.view = view_like(self.flat, offset, slot.param)
+        return slot.view
+
+    def _write_tail(self, weight: float, signal: bool) -> None:
+        if not self.absent and weight == 1.0 and not signal:
+            self.tail.copy_(self._tail_if_full)
+            return
+        absent = {slot for slot, _ in self.absent}
+        values = [0.0 if slot in absent else 1.0 for slot in self.slots]
+        tail = torch.tensor([*values, weight, float(signal)], dtype=self.tail.dtype)
+        self.tail.copy_(tail, non_blocking=True)
+
+    @torch.no_grad()
+    def settle(self) -> list[Slot]:
+        """After the reduction: decides what the parameters get for which this rank had no gradient.
+
+        Reads the flags from the device only if there is such a parameter.
+
+        Returns:
+            The slots for which this rank had no gradient.
+        """
+        self.launched = False
+        if not self.absent:
+            return []
+        flags = self.read_tail()
+        absent = {slot: old for slot, old in self.absent}
+        for slot, flag in zip(self.slots, flags, strict=False):
+            if slot not in absent or slot.stale:
+                continue
+            view, old = slot.view, absent[slot]
+            assert view is not None
+            if flag > 0:
+                slot.param.grad = view
+            elif old is not None:
+                view.copy_(old)
+        self.absent = []
+        return list(absent)
+
+    def read_tail(self) -> list[float]:
+        """The summed tail as numbers. Waits for the device."""
+        tail = self.tail
+        return (tail.real if tail.is_complex() else tail).tolist()
+
+    def abandon(self) -> None:
+        """Forgets the round that is under way."""
+        self.launched = False
+        self.absent = []
+

@@ -1,0 +1,230 @@
+"""All groups that reduce over one process group: one queue, one order, one round at a time.
+
+Two groups that ran in a different order on two ranks would pair the wrong collectives, so every group of a process
+group shares one queue. A backward that touched only some groups must not move the bytes of the others: at its end ranks
+agree on the groups that were touched on any of them, with a tiny message on a CPU group. With one group there is
+no message.
+
+The order of groups within a round may change from round to round, as long as it is the same on all ranks. It follows
+what ranks agreed on before: the groups that were touched last time after the same set come first, so that in a game of
+two optimizers each step's own group leaves early.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lightning_replicate import _private
+from lightning_replicate.core import agreement
+from lightning_replicate.core.api import ReplicateError
+
+if TYPE_CHECKING:
+    from lightning_replicate.core.bucket import Bucket
+    from lightning_replicate.core.reducer import Reducer
+
+_channels: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()
+
+
+class Channel:
+    """The queue of one process group.
+
+    Args:
+        process_group: The ranks that average together.
+
+    Attributes:
+        gradients: A process group of the same ranks that carries gradients only, so that a stray collective of the
+            user cannot pair with a bucket.
+        control: A CPU process group of the same ranks for small messages.
+        task: The graph task whose gradients are arriving, or ``None``.
+        nested: Whether that task runs inside another one.
+        closed_rounds: How many rounds were closed.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        ranks = dist.get_process_group_ranks(process_group)
+        self.process_group = process_group  # kept, so that its id stays ours
+        # a subgroup's ranks are the only ones that get here; the others must not be waited for
+        alone = len(ranks) < dist.get_world_size()
+        timeout = _private.process_group_timeout(process_group)
+        self.gradients, self.control = (
+            dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=alone)
+            for backend in (dist.get_backend_config(process_group), "gloo")
+        )
+        self.rank = dist.get_rank()
+        self.task: int | None = None
+        self.nested = False
+        self.closed_rounds = 0
+        self._root: int | None = None
+        self._reducers: dict[int, weakref.ref[Reducer]] = {}
+        self._made = 0
+        self._queue: list[tuple[Reducer, Bucket]] = []
+        self._cursor = 0
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._touched: frozenset[int] = frozenset()
+        self._followed_by: dict[frozenset[int], frozenset[int]] = {}
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup) -> Channel:
+        """The channel of a process group. Collective when it is made."""
+        channel = _channels.get(id(process_group))
+        if channel is None:
+            channel = _channels[id(process_group)] = cls(process_group)
+        return channel
+
+    # ---- groups -----------------------------------------------------------------------------------------------
+
+    def add(self, reducer: Reducer) -> int:
+        """Adds a group and returns its number, which is never used again."""
+        number = self._made
+        self._made += 1
+        self._reducers[number] = weakref.ref(reducer)
+        return number
+
+    def remove(self, reducer: Reducer) -> None:
+        """Takes a group out. The last one frees the process groups."""
+        self._reducers.pop(reducer.index, None)
+        self._touched = frozenset()
+        self._followed_by.clear()
+        if not self._reducers:
+            _channels.pop(id(self.process_group), None)
+            if dist.is_initialized():
+                for group in (self.gradients, self.control):
+                    dist.destroy_process_group(group)
+
+    def _live(self) -> list[Reducer]:
+        """The groups in this round's order."""
+        likely = self._followed_by.get(self._touched, frozenset())
+        numbers = sorted(self._reducers, key=lambda number: (number not in likely, number))
+        found = (self._reducers[number]() for number in numbers)
+        return [reducer for reducer in found if reducer is not None]
+
+    # ---- while backward runs ----------------------------------------------------------------------------------
+
+    def enter(self, task: int) -> None:
+        """A gradient arrived from another graph task than the last one.
+
+        Raises:
+            ReplicateError: If the round of an earlier backward is still open, because that backward raised.
+        """
+        node = _private.enclosing_node()
+        self.task = task
+        self.nested = node is not None
+        if node is not None:
+            self._await_outer_task(node)
+        elif self._root is None:
+            self._open(task)
+        elif self._root != task:
+            self.task = None
+            raise ReplicateError(
+                f"A backward on rank {self.rank} did not finish, so its gradients were not averaged. After an"
+                f" exception in backward call `replicate.state(module).reset()` on every rank before the next one."
+            )
+
+    def _await_outer_task(self, node: torch.autograd.graph.Node) -> None:
+        """Gets called again from the task that surrounds this one: the end of that one closes the round.
+
+        The only code that certainly runs in the surrounding task is its next nodes'.
+        """
+
+        def enter(*_: object) -> None:
+            task = _private.current_graph_task_id()
+            if self.task != task:
+                self.enter(task)
+
+        for following, _ in node.next_functions:
+            if following is not None:
+                self._handles.append(following.register_prehook(enter))
+
+    def _open(self, task: int | None, weight: float = 1.0) -> bool:
+        """Opens a round unless no group wants one."""
+        reducers = self._live()
+        if not any(reducer.requires_sync for reducer in reducers):
+            return False
+        for reducer in reducers:
+            reducer.begin(weight)
+        self._queue = [
+            (reducer, bucket) for reducer in reducers if reducer.requires_sync for bucket in reducer.buckets
+        ]
+        self._cursor = 0
+        if task is not None:
+            self._root = task
+            _private.queue_backward_callback(self._end_of_backward)
+        return True
+
+    def advance(self) -> None:
+        """Launches the buckets that are complete and whose turn it is."""
+        while self._cursor < len(self._queue):
+            reducer, bucket = self._queue[self._cursor]
+            if bucket.missing != 0:
+                return
+            reducer.launch(bucket, early=True)
+            self._cursor += 1
+
+    # ---- the end of the round ---------------------------------------------------------------------------------
+
+    def _end_of_backward(self) -> None:
+        node = _private.evaluating_node()
+        if node is not None:  # nested after all, seen too late to keep early buckets back
+            self._root = None
+            self.nested = True
+            for reducer in self._live():
+                reducer.note_nested()
+            self._await_outer_task(node)
+            return
+        self._close()
+
+    def _close(self) -> None:
+        """Sends what has not left, waits, and hands out the averages. On an exception the round stays open."""
+        with torch.profiler.record_function("replicate::close"):
+            touched = self._agree_on_touched()
+            for reducer in touched:
+                reducer.flush()
+            for reducer in touched:
+                reducer.finish()
+        numbers = frozenset(reducer.index for reducer in touched)
+        self._followed_by[self._touched] = numbers
+        self._touched = numbers
+        self.closed_rounds += 1
+        self._forget_task()
+
+    def _agree_on_touched(self) -> list[Reducer]:
+        reducers = self._live()
+        if len(self._reducers) == 1:
+            return reducers
+        flags = [False] * self._made
+        for reducer in reducers:
+            flags[reducer.index] = reducer.requires_sync and reducer.dirty
+        touched = agreement.union(flags, self.control)
+        gone = [number for number in self._reducers if touched[number] and self._reducers[number]() is None]
+        if gone:
+            raise ReplicateError(f"Rank {self.rank} no longer has a replicated module that other ranks still train.")
+        return [reducer for reducer in reducers if touched[reducer.index]]
+
+    def close_without_backward(self, weight: float) -> None:
+        """Takes part in a round in which this rank had no backward, or one that reached no parameter.
+
+        Args:
+            weight: How much this rank counts in the average.
+        """
+        if self._root is not None:
+            raise ReplicateError(f"The round of rank {self.rank} is still open: its backward has not ended.")
+        if self._open(None, weight):
+            self._close()
+
+    def _forget_task(self) -> None:
+        self.task = self._root = None
+        self.nested = False
+        self._queue = []
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def reset(self) -> None:
+        """Drops the round that an exception left open. Local: call it on every rank."""
+        for reducer in self._live():
+            reducer.abandon()
+        self._forget_task()

@@ -1,0 +1,480 @@
+"""What one ``replicate()`` call owns: its modules, its groups of parameters, its hooks and its switches."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_replicate import _private
+from lightning_replicate.core.agreement import broadcast_from_first
+from lightning_replicate.core.api import Options, Plan, ReplicateError, RoundStats
+from lightning_replicate.core.bucket import Slot
+from lightning_replicate.core.buffers import BufferSync
+from lightning_replicate.core.channel import Channel
+from lightning_replicate.core.reducer import Reducer
+
+FUNCTION_NAME = "replicate"
+"""The name under which torch's composable registry knows us; ``fully_shard`` looks for exactly this one."""
+
+_slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()  # by id(param); a slot keeps its param
+
+
+def slot_of(param: torch.Tensor) -> Slot | None:
+    """The slot that averages this parameter, or ``None``."""
+    return _slots.get(id(param))
+
+
+def managed_modules(
+    root: nn.Module, prefix: str, ignored: Iterable[nn.Module] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Walks the modules that a ``replicate()`` call on ``root`` manages, each once, with its name.
+
+    Leaves out ignored subtrees, and those that another composable function owns: a child of its own ``replicate()``
+    call, or one sharded by ``fully_shard``.
+    """
+    seen = set(ignored)
+
+    def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen:
+            return
+        seen.add(module)
+        yield name, module
+        for key, child in _private.children_of(module).items():
+            if child is not None and not _private.composable_registry(child).keys() & {FUNCTION_NAME, "fully_shard"}:
+                yield from walk(child, f"{name}.{key}" if name else key)
+
+    yield from walk(root, prefix)
+
+
+class ReplicateState:
+    """The state of one ``replicate()`` call; get it with ``replicate.state(module)``.
+
+    Attributes:
+        modules: The modules that were given, without those that lie inside another one.
+        world_size: Number of ranks that average together.
+        active: Whether there is anything to average: false with a single rank, where no hook is installed.
+        channel: The queue that this call's groups share with all others on the same process group.
+    """
+
+    def __init__(self) -> None:
+        self.modules: tuple[nn.Module, ...] = ()
+        self.world_size = 1
+        self.active = False
+        self._prefixes: tuple[str, ...] = ()
+        self._ignored_modules: frozenset[nn.Module] = frozenset()
+        self._ignored_params: frozenset[nn.Parameter] = frozenset()
+        self._options = Options()
+        self._broadcast = True
+        self.channel: Channel | None = None
+        self._reducers: list[Reducer] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._buffers: BufferSync | None = None
+        self._buffers_round = -1
+        self._structure_changed = False
+        self._watched: tuple[list[dict[str, Any]], list[Any]] = ([], [])
+
+    # ---- set-up: called by replicate() ------------------------------------------------------------------------
+
+    def install(
+        self,
+        modules: Sequence[nn.Module],
+        prefixes: Sequence[str],
+        groups: Sequence[Sequence[tuple[str, nn.Parameter]]],
+        process_group: dist.ProcessGroup | None,
+        options: Options,
+        *,
+        ignored_modules: Iterable[nn.Module],
+        ignored_params: Iterable[nn.Parameter],
+        broadcast: bool,
+    ) -> None:
+        """Agrees with all ranks, equalizes values, plans buckets and installs hooks. Collective.
+
+        Raises:
+            ReplicateError: On all ranks, if they hold different parameters. Nothing is installed then.
+        """
+        self.modules = tuple(modules)
+        self._prefixes = tuple(prefixes)
+        self._ignored_modules = frozenset(ignored_modules)
+        self._ignored_params = frozenset(ignored_params)
+        self._options = options
+        self._broadcast = broadcast
+        self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
+        if process_group is None or self.world_size == 1:
+            return
+        self.active = True
+        self.channel = Channel.of(process_group)
+        try:
+            for params in groups:
+                reducer = Reducer(self.channel, options, owner=self)
+                reducer.manage([Slot(name, param, reducer) for name, param in params])
+                reducer.before_round = self.follow
+                reducer.after_round = self._after_round
+                self._reducers.append(reducer)
+            for reducer in self._reducers:
+                reducer.agree(broadcast=False)
+        except BaseException:
+            self._forget()
+            raise
+        parents = self._take_over(slot for reducer in self._reducers for slot in reducer.slots)
+        self._buffers = BufferSync(options.buffers, self._walk, self.channel.gradients)
+        if broadcast:
+            params = [slot.param for reducer in self._reducers for slot in reducer.slots]
+            with torch.profiler.record_function("replicate::broadcast"):
+                broadcast_from_first([*params, *self._buffers.all_of()], self.channel.gradients)
+        for reducer in self._reducers:
+            reducer.build()
+        for module in self.modules:
+            self._handles.append(module.register_forward_pre_hook(_ForwardHook(self)))
+            module.__dict__["__getstate__"] = _PlainCopy(module)
+        self._watch()
+        for parent in parents:
+            parent.refresh()
+
+    def _take_over(self, slots: Iterable[Slot]) -> list[ReplicateState]:
+        """Makes these slots the owners of their parameters: the innermost call owns a parameter.
+
+        Returns:
+            The states of the calls on parents that lost parameters.
+        """
+        losers: dict[ReplicateState, None] = {}
+        for slot in slots:
+            former = slot_of(slot.param)
+            if former is not None:
+                losers[former.reducer.owner] = None
+                former.reducer.drop([former])
+            _slots[id(slot.param)] = slot
+        return list(losers)
+
+    def _after_round(self) -> None:
+        self._structure_changed = False  # the layout was followed at the end of the round
+        # once a round, however many of this call's groups took part
+        assert self.channel is not None and self._buffers is not None
+        if self._buffers_round != self.channel.closed_rounds:
+            self._buffers_round = self.channel.closed_rounds
+            self._buffers.after_round()
+
+    def managed_modules(self) -> list[nn.Module]:
+        """The modules whose parameters and buffers this call looks after."""
+        return [module for _, module in self._walk()]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that this call averages, frozen ones included."""
+        if self.active:
+            return [slot.param for reducer in self._reducers for slot in reducer.slots]
+        return [param for _, param in self._parameters()]
+
+    def _walk(self) -> list[tuple[str, nn.Module]]:
+        return [
+            found
+            for module, prefix in zip(self.modules, self._prefixes, strict=True)
+            for found in managed_modules(module, prefix, self._ignored_modules)
+        ]
+
+    # ---- following the model ----------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        dicts = [d for module in self.managed_modules() for d in (_private.parameters_of(module), _private.children_of(module))]
+        self._watched = (dicts, list(chain.from_iterable(d.values() for d in dicts)))
+
+    def follow(self) -> None:
+        """Notices parameters that were added, replaced or taken away since last time. Local and cheap."""
+        dicts, values = self._watched
+        now = list(chain.from_iterable(d.values() for d in dicts))
+        if len(now) == len(values) and all(map(operator.is_, now, values)):
+            return
+        self._structure_changed = True
+        self._watch()
+        known = {id(slot.param): slot for reducer in self._reducers for slot in reducer.slots}
+        current = dict(self._parameters())
+        new = [(name, param) for name, param in current.items() if id(param) not in known and slot_of(param) is None]
+        present = {id(param) for param in current.values()}
+        for reducer in self._reducers:
+            gone = [slot for slot in reducer.slots if id(slot.param) not in present]
+            if gone:
+                reducer.drop(gone)
+        validate_parameters(new, self.modules)
+        first = self._reducers[0]
+        slots = [Slot(name, param, first) for name, param in new]
+        _slots.update((id(slot.param), slot) for slot in slots)
+        first.manage(slots)
+        if self._buffers is not None:
+            self._buffers.rescan()
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        seen = set(self._ignored_params)
+        for prefix, module in self._walk():
+            for key, param in _private.parameters_of(module).items():
+                if param is not None and param not in seen:
+                    seen.add(param)
+                    yield (f"{prefix}.{key}" if prefix else key), param
+
+    def refresh(self) -> None:
+        """Follows the model at once: new parameters and buffers take rank 0's values and enter the layout.
+
+        Collective. Changes are noticed without it, but then at the end of the next backward, since a forward never
+        communicates: call it after adding or replacing modules, so that the first step already uses equal weights.
+
+        Raises:
+            ReplicateError: On all ranks, if they hold different parameters.
+        """
+        if not self.active:
+            return
+        self.follow()
+        for reducer in self._reducers:
+            reducer.agree(broadcast=self._broadcast)
+            reducer.build()
+        self._structure_changed = False
+        if self._buffers is not None and self.channel is not None:
+            broadcast_from_first(self._buffers.all_of(), self.channel.gradients)
+
+    @property
+    def has_new_parameters(self) -> bool:
+        """Whether parameters were added, replaced or taken away since the layout was agreed."""
+        if self.active:
+            self.follow()
+        return self._structure_changed
+
+    # ---- around a step ----------------------------------------------------------------------------------------
+
+    def pre_forward(self) -> None:
+        """Looks at the model before it is used, so that parameters which just became trainable are hooked.
+
+        Runs as a forward pre-hook of the marked modules. Never communicates.
+
+        Raises:
+            ValueError: If ``fully_shard`` was applied to a marked module, too.
+        """
+        if not self.active or _private.current_graph_task_id() != -1:
+            return
+        self.validate()
+        self.follow()
+        for reducer in self._reducers:
+            reducer.follow()
+
+    def validate(self) -> None:
+        """Checks that nobody else took the marked modules over.
+
+        Raises:
+            ValueError: If ``fully_shard`` was applied to a marked module, too.
+        """
+        for module in self.modules:
+            if "fully_shard" in _private.composable_registry(module):
+                raise ValueError(
+                    f"`fully_shard` and `replicate` were both applied to the same module ({type(module).__name__})."
+                    f" Choose one of them for this module; children of it may have the other."
+                )
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """Makes sure that one round is closed, whether or not this rank comes to a backward inside.
+
+        A rank that has no backward, or one that reaches no replicated parameter, takes part with nothing when it
+        leaves the block, so that the others do not wait for it.
+
+        Example::
+
+            with state.round():
+                if batch is not None:
+                    loss(model(batch)).backward()
+        """
+        before = self.closed_rounds
+        yield
+        if self.closed_rounds == before:
+            self.close_round(weight=0.0)
+
+    def close_round(self, *, weight: float = 1.0) -> None:
+        """Takes part in one round without a backward. Collective: every rank must close a round.
+
+        Args:
+            weight: How much this rank counts in the average: 1 if it had a loss that reached no parameter, 0 if
+                it had none.
+        """
+        if self.active and self.requires_gradient_sync:
+            assert self.channel is not None
+            self.channel.close_without_backward(weight)
+
+    @property
+    def closed_rounds(self) -> int:
+        """How many rounds were closed on this process group, by any group."""
+        return 0 if self.channel is None else self.channel.closed_rounds
+
+    def set_weight(self, weight: float) -> None:
+        """Sets how much this rank counts in the next round's average: its number of samples or tokens, say.
+
+        Args:
+            weight: A number that is not negative.
+
+        Raises:
+            ValueError: If the weight is negative, or ``average`` is not ``"weighted"``.
+        """
+        if self._options.average != "weighted":
+            raise ValueError(f"A weight needs replicate(average='weighted'); this call uses {self._options.average!r}.")
+        if not weight >= 0:
+            raise ValueError(f"A weight must be a number that is not negative, got {weight!r}.")
+        for reducer in self._reducers:
+            reducer.next_weight = float(weight)
+
+    @property
+    def requires_gradient_sync(self) -> bool:
+        """Whether backward averages gradients."""
+        return all(reducer.requires_sync for reducer in self._reducers)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Switches averaging on or off, for gradient accumulation. What counts is the switch during backward.
+
+        Args:
+            requires_gradient_sync: Whether the next backward averages, along with what was accumulated before.
+        """
+        for reducer in self._reducers:
+            reducer.requires_sync = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients without communication inside the block. The same on all ranks."""
+        before = [reducer.requires_sync for reducer in self._reducers]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for reducer, requires_sync in zip(self._reducers, before, strict=True):
+                reducer.requires_sync = requires_sync
+
+    def sync_buffers(self) -> None:
+        """Gives all ranks rank 0's buffers that the ``buffers`` option synchronizes when they are read. Collective.
+
+        Call it before an evaluation whose result should not depend on the rank, and at the end of training.
+        """
+        if self._buffers is not None:
+            self._buffers.before_reading()
+
+    def reset(self) -> None:
+        """Drops a round that an exception left open. Call it on every rank, before the next backward."""
+        if self.channel is not None:
+            self.channel.reset()
+
+    # ---- what a person looks at -------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """What is reduced: bucket by bucket, with parameter names, data types and bytes."""
+        plans = [reducer.plan() for reducer in self._reducers]
+        return Plan(
+            buckets=tuple(chain.from_iterable(plan.buckets for plan in plans)),
+            world_size=self.world_size,
+            frozen=tuple(chain.from_iterable(plan.frozen for plan in plans)),
+        )
+
+    @property
+    def last_round(self) -> RoundStats | None:
+        """What the last round sent; of the first group if the call made several. ``None`` before the first round."""
+        return self._reducers[0].last_round if self._reducers else None
+
+    @property
+    def groups(self) -> tuple[Reducer, ...]:
+        """The groups of parameters that reduce together."""
+        return tuple(self._reducers)
+
+    # ---- the end ----------------------------------------------------------------------------------------------
+
+    def remove(self) -> None:
+        """Takes everything off the modules again: hooks, buckets, the mark. Gradients stay, as ordinary tensors.
+
+        Call it on all ranks.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module in self.modules:
+            module.__dict__.pop("__getstate__", None)
+            _private.unmark_composable(module, FUNCTION_NAME)
+        self._forget()
+        self.modules = ()
+        self.active = False
+
+    def _forget(self) -> None:
+        for reducer in self._reducers:
+            for slot in reducer.slots:
+                if slot_of(slot.param) is slot:
+                    del _slots[id(slot.param)]
+            reducer.release()
+            reducer.channel.remove(reducer)
+        self._reducers = []
+        self.channel = None
+        self._buffers = None
+
+
+def validate_parameters(params: Iterable[tuple[str, nn.Parameter]], modules: Sequence[nn.Module]) -> None:
+    """Checks that parameters are of a kind that can be replicated.
+
+    Raises:
+        ValueError: If one is uninitialized (a lazy module) or a DTensor.
+    """
+    from torch.distributed.tensor import DTensor
+
+    for name, param in params:
+        if nn.parameter.is_lazy(param):
+            raise ValueError(
+                f"Parameter {name!r} is not initialized yet (a lazy module). Run a forward with a sample batch before"
+                f" replicate(), on every rank."
+            )
+        if isinstance(param, DTensor):
+            owners = ", ".join(type(module).__name__ for module in modules)
+            raise ValueError(
+                f"Parameter {name!r} is a DTensor: a parent of it was sharded with `fully_shard`, or it is tensor-"
+                f"parallel, and so it cannot be replicated by replicate() on {owners}. Call replicate() on the child"
+                f" before `fully_shard` on its parent, or leave it out with `ignored_modules`."
+            )
+
+
+class _ForwardHook:
+    """The forward pre-hook of a marked module. Inert in a copy of the module."""
+
+    def __init__(self, state: ReplicateState | None) -> None:
+        self._state: Callable[[], ReplicateState | None] = weakref.ref(state) if state is not None else _nothing
+
+    @_private.not_compiled
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        state = self._state()
+        if state is not None and any(module is own for own in state.modules):
+            state.pre_forward()
+
+    def __reduce__(self) -> Any:
+        return (_ForwardHook, (None,))
+
+
+def _nothing() -> None:
+    return None
+
+
+class _PlainCopy:
+    """Gives copies and pickles of a marked module a state in which replicate() was never called.
+
+    Installed as ``__getstate__`` on the module itself, which is where both ``copy`` and ``pickle`` look it up, so that
+    the module's class stays what it is.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self) -> Any:
+        module = self._module()
+        if module is None:
+            raise ReplicateError("The state of a replicated module was asked for after the module was gone.")
+        own = getattr(type(module), "__getstate__", None)
+        state = module.__dict__ if own is None else own(module)
+        if not isinstance(state, dict):
+            return state
+        plain = _private.without_composable(state, FUNCTION_NAME)
+        plain.pop("__getstate__", None)
+        hooks = _private.forward_pre_hooks_of(module)
+        plain["_forward_pre_hooks"] = type(hooks)(
+            (key, hook) for key, hook in hooks.items() if not isinstance(hook, _ForwardHook)
+        )
+        return plain

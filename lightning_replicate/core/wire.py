@@ -1,0 +1,177 @@
+"""How a bucket travels: in which data type, through which hook, and what the sum over ranks is divided by.
+
+Gradients are divided by the world size before they are summed, so that half-precision sums do not overflow. Where
+fewer ranks took part, or ranks weigh differently, the sum is multiplied by ``world size / sum of weights`` afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_replicate.core.api import Options
+from lightning_replicate.core.bucket import Bucket
+
+# Largest integer up to which every sum of ones is exact; wider types never run out of ranks.
+_EXACT_COUNT = {torch.bfloat16: 256, torch.float16: 2048}
+
+
+class HookBucket:
+    """What a DDP communication hook sees of a bucket: the interface of ``torch.distributed.GradBucket``."""
+
+    def __init__(self, bucket: Bucket, last: bool) -> None:
+        self._bucket = bucket
+        self._last = last
+        self._buffer = bucket.payload
+
+    def index(self) -> int:
+        """Position of the bucket in the launch order."""
+        return self._bucket.index
+
+    def is_last(self) -> bool:
+        """Whether this bucket is the last of the round."""
+        return self._last
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients of the bucket, 1-D, not divided by the world size."""
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replaces the tensor that the hook works on."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients, one view into the buffer for each parameter."""
+        return [slot.view for slot in self._bucket.slots if slot.view is not None]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of :meth:`gradients`."""
+        return [slot.param for slot in self._bucket.slots]
+
+
+class Wire:
+    """Moves the buckets of one group over one process group.
+
+    Args:
+        process_group: Carries gradients and nothing else.
+        options: The options of the ``replicate()`` call.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, options: Options) -> None:
+        self.process_group = process_group
+        self.world_size = dist.get_world_size(process_group)
+        self._options = options
+        self._pending: dict[Bucket, tuple[list[Any], torch.Tensor | None]] = {}
+
+    @property
+    def counts_participants(self) -> bool:
+        """Whether the divisor depends on what ranks did in the round."""
+        return self._options.average in ("participants", "weighted")
+
+    @property
+    def gradient_scale(self) -> float:
+        """Factor for each gradient as it arrives, before it is accumulated.
+
+        ``sum`` is the mean of gradients that were multiplied by the world size. Scaling what arrives, not what is
+        sent, keeps earlier rounds' gradients right when they are still in ``.grad``.
+        """
+        return float(self.world_size) if self._options.average == "sum" else 1.0
+
+    def tail_apart(self, dtype: torch.dtype) -> bool:
+        """Whether flags must not share the payload's collective: a hook, a weight or a data type would spoil them."""
+        if self._options.comm_hook is not None:
+            return True
+        on_wire = self._options.reduce_dtype or dtype
+        if on_wire not in _EXACT_COUNT:
+            return False
+        return self._options.average == "weighted" or self.world_size > _EXACT_COUNT[on_wire]
+
+    def launch(self, bucket: Bucket, weight: float, signal: bool, last: bool) -> tuple[int, int]:
+        """Fills the bucket and starts its reduction.
+
+        Args:
+            bucket: The bucket.
+            weight: How much this rank counts.
+            signal: Whether this rank asks for a new layout.
+            last: Whether this is the last bucket of the group.
+
+        Returns:
+            Bytes handed to collectives and the number of collectives.
+        """
+        hook = self._options.comm_hook
+        scale = weight if hook is not None else weight / self.world_size
+        bucket.fill(scale, weight, signal)
+        works: list[Any] = []
+        nbytes = 0
+        wire_tensor: torch.Tensor | None = None
+        if hook is not None:
+            state = self._options.comm_hook_state
+            future = hook(self.process_group if state is None else state, HookBucket(bucket, last))
+            if not isinstance(future, torch.futures.Future):
+                raise RuntimeError(f"A communication hook must return a torch.futures.Future, got {type(future)}.")
+            works.append(future)
+            nbytes += bucket.payload.nbytes
+        else:
+            reduce_dtype = self._options.reduce_dtype
+            flat = bucket.flat
+            if reduce_dtype is not None and reduce_dtype != bucket.dtype and not bucket.dtype.is_complex:
+                flat = wire_tensor = flat.to(reduce_dtype)
+            works.append(self._all_reduce(flat))
+            nbytes += flat.nbytes
+        if self.tail_apart(bucket.dtype):
+            works.append(self._all_reduce(bucket.tail))
+            nbytes += bucket.tail.nbytes
+        self._pending[bucket] = (works, wire_tensor)
+        bucket.launched = True
+        return nbytes, len(works)
+
+    def _all_reduce(self, tensor: torch.Tensor) -> Any:
+        if tensor.is_complex():  # not every backend sums complex numbers
+            tensor = torch.view_as_real(tensor)
+        return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True)
+
+    @torch.no_grad()
+    def finish(self, bucket: Bucket) -> None:
+        """Waits for the bucket and turns the sum into the average.
+
+        On a GPU this makes the current stream wait, not the host.
+        """
+        works, wire_tensor = self._pending.pop(bucket)
+        for work in works:
+            if isinstance(work, torch.futures.Future):
+                result = work.wait()
+                result = result[0] if isinstance(result, (list, tuple)) else result
+                if result.data_ptr() != bucket.payload.data_ptr():
+                    bucket.payload.copy_(result.view_as(bucket.payload))
+            else:
+                work.wait()
+        if wire_tensor is not None:
+            bucket.flat.copy_(wire_tensor)
+        if self.counts_participants:
+            self._divide_by_weights(bucket)
+
+    def _divide_by_weights(self, bucket: Bucket) -> None:
+        weight = bucket.tail[-2]
+        weight = weight.real if weight.is_complex() else weight
+        if bucket.device.type == "cpu":
+            total = weight.item()
+            if total > 0 and total != self.world_size:
+                bucket.payload.mul_(self.world_size / total)
+            return
+        # without a read: where all ranks took part the factor is exactly one
+        total = weight.float()
+        factor = torch.where(total > 0, self.world_size / total, torch.ones_like(total))
+        payload = bucket.payload
+        if payload.dtype in _EXACT_COUNT:  # a half-precision factor would lose digits
+            payload.copy_(payload.float().mul_(factor))
+        else:
+            payload.mul_(factor)
+
+    def abandon(self) -> None:
+        """Waits for what was started and forgets it."""
+        for works, _ in self._pending.values():
+            for work in works:
+                work.wait()
+        self._pending.clear()

@@ -1,0 +1,9 @@
+"""The strategy for ``lightning.pytorch``."""
+
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_replicate.strategy.lifecycle import ReplicateLifecycle
+
+
+class ReplicateStrategy(ReplicateLifecycle, DDPStrategy):
+    __doc__ = ReplicateLifecycle.__doc__
