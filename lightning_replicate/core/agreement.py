@@ -44,8 +44,6 @@ def require_same_specs(specs: Sequence[ParamSpec], options: str, control: dist.P
 def _first_difference(described: Sequence[tuple[str, Sequence[ParamSpec]]]) -> str:
     options, reference = described[0]
     for rank, (other_options, others) in enumerate(described):
-        if other_options != options:
-            return f"replicate() was called differently: rank 0 with {options}, rank {rank} with {other_options}."
         for mine, theirs in zip(reference, others, strict=False):
             fields = mine.differences(theirs)
             if "name" in fields:
@@ -67,6 +65,8 @@ def _first_difference(described: Sequence[tuple[str, Sequence[ParamSpec]]]) -> s
                 f"Rank 0 has {len(reference)} parameters, rank {rank} has {len(others)}; the first that only rank"
                 f" {rank_of_longer} has is {extra.name!r}. Build the same modules on all ranks."
             )
+        if other_options != options:
+            return f"replicate() was called differently: rank 0 with {options}, rank {rank} with {other_options}."
     return "Ranks describe their parameters differently."  # digests differed, texts do not: cannot happen
 
 

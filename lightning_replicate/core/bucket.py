@@ -40,6 +40,7 @@ class Slot:
         used: Whether it received a gradient since the last round.
         stale: Whether the parameter no longer fits its place (other data type, device or shape).
         hooks: Handles of the hooks on the parameter; empty while it was never trainable.
+        node: The autograd node that accumulates its gradient, where that one is hooked, too.
         shape: Shape and strides for which it has its place in the layout.
     """
 
@@ -50,6 +51,7 @@ class Slot:
         "bucket",
         "hooks",
         "name",
+        "node",
         "param",
         "shape",
         "stale",
@@ -67,6 +69,7 @@ class Slot:
         self.used = False
         self.stale = False
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.node: torch.autograd.graph.Node | None = None
         self.shape: tuple[torch.Size, tuple[int, ...]] | None = None
 
     @property
@@ -80,6 +83,7 @@ class Slot:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
+        self.node = None
 
     def release(self) -> None:
         """Takes the hooks off and leaves the gradient as an ordinary tensor."""
@@ -206,17 +210,12 @@ class Bucket:
         for slot in self.slots:
             grad, view = slot.param.grad, slot.view
             assert view is not None
+            if view.data_ptr() != slot.address:
+                # `Module.half()` and the like put new memory under a gradient and keep the object
+                view = self._renew_view(slot)
             if grad is None or slot.stale:
                 self.absent.append((slot, None))
                 empty.append(view)
-            elif grad is view and view.data_ptr() != slot.address:
-                # Module.half() and the like put new memory under a gradient and keep the object
-                copies.append(grad.detach())
-                targets.append(self._renew_view(slot))
-                if slot.used:
-                    slot.param.grad = slot.view
-                else:
-                    self.absent.append((slot, None))
             elif grad is view:
                 if not slot.used:
                     self.absent.append((slot, view.clone()))

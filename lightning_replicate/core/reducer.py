@@ -105,7 +105,7 @@ class Reducer:
         self._seen = seen
         fits = len(self.slots) == sum(len(bucket.slots) for bucket in self.buckets)
         for slot, trainable in zip(self.slots, seen[0], strict=True):
-            if trainable and not slot.hooks:
+            if trainable:
                 self._hook(slot)
             if slot.bucket is not None:
                 slot.stale = not slot.bucket.holds(slot)
@@ -115,10 +115,16 @@ class Reducer:
         self._fits = fits
 
     def _hook(self, slot: Slot) -> None:
-        slot.hooks.append(slot.param.register_post_accumulate_grad_hook(_gradient_hook(slot, self.channel)))
+        if not slot.hooks:
+            slot.hooks.append(slot.param.register_post_accumulate_grad_hook(_gradient_hook(slot, self.channel)))
         scale = self._wire.gradient_scale
         if scale != 1.0:
-            slot.hooks.append(slot.param.register_hook(lambda grad: grad * scale))
+            # on the node, since a hook on the tensor would also change what `torch.autograd.grad` returns; torch makes
+            # a new node when the parameter is converted
+            node = torch.autograd.graph.get_gradient_edge(slot.param).node
+            if node is not slot.node:
+                slot.node = node
+                slot.hooks.append(node.register_prehook(lambda grads: tuple(g * scale for g in grads)))
 
     # ---- layout -----------------------------------------------------------------------------------------------
 
@@ -148,10 +154,11 @@ class Reducer:
 
     def build(self) -> None:
         """Makes the layout anew from the parameters as they are now. Local; the same on all ranks after agreement."""
+        members = self._members()
         for slot in self.slots:
             slot.bucket = slot.view = None
             slot.stale = False
-        self.buckets = self._buckets_of(self._members(), self.options.bucket_caps)
+        self.buckets = self._buckets_of(members, self.options.bucket_caps)
         self._request = False
         self._frozen = set()
         self._frozen_rounds = 0
