@@ -40,6 +40,7 @@ class Slot:
         used: Whether it received a gradient since the last round.
         stale: Whether the parameter no longer fits its place (other data type, device or shape).
         hooks: Handles of the hooks on the parameter; empty while it was never trainable.
+        number: Its number within the group, never used again.
         node: The autograd node that accumulates its gradient, where that one is hooked, too.
         shape: Shape and strides for which it has its place in the layout.
     """
@@ -52,6 +53,7 @@ class Slot:
         "hooks",
         "name",
         "node",
+        "number",
         "param",
         "shape",
         "stale",
@@ -66,6 +68,7 @@ class Slot:
         self.bucket: Bucket | None = None
         self.view: torch.Tensor | None = None
         self.address = 0
+        self.number = -1
         self.used = False
         self.stale = False
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []

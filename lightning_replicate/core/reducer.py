@@ -12,6 +12,7 @@ arrived from a nested backward, where a parameter may receive more than once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,20 @@ if TYPE_CHECKING:
 _FROZEN_ROUNDS = 8
 
 
+class _Tally:
+    """What the gradient hooks of one group note down.
+
+    Hooks sit on tensors, where Python's garbage collector does not see them, so they may hold this and nothing that
+    leads back to their parameter.
+    """
+
+    __slots__ = ("arrivals", "dirty")
+
+    def __init__(self) -> None:
+        self.dirty = False
+        self.arrivals: list[int] | None = []  # numbers of slots; None once the order of arrival is agreed
+
+
 class Reducer:
     """Averages the gradients of one group of parameters.
 
@@ -44,7 +59,6 @@ class Reducer:
         slots: All managed parameters, frozen ones included, in registration order.
         buckets: The agreed layout, in launch order.
         requires_sync: Whether backward reduces this group.
-        dirty: Whether a gradient arrived since the last round.
     """
 
     def __init__(self, channel: Channel, options: Options, owner: Any) -> None:
@@ -54,13 +68,12 @@ class Reducer:
         self.slots: list[Slot] = []
         self.buckets: list[Bucket] = []
         self.requires_sync = True
-        self.dirty = False
-        self.arrivals: list[Slot] | None = []  # None once the order of arrival is agreed
         self.next_weight: float | None = None
         self.last_round: RoundStats | None = None
         self.before_round: Callable[[], Any] = lambda: None
         self.after_round: Callable[[], Any] = lambda: None
         self.rounds = 0
+        self._tally = _Tally()
         self._wire = Wire(channel.gradients, options)
         self._weight = 1.0
         self._saw_nested = False
@@ -70,14 +83,23 @@ class Reducer:
         self._order: list[Slot] = []
         self._frozen: set[Slot] = set()
         self._frozen_rounds = 0
+        self._numbered = 0
         self._sent = [0, 0, 0, 0]  # bytes, collectives, early, late
         self.index = channel.add(self)
+
+    @property
+    def dirty(self) -> bool:
+        """Whether a gradient arrived since the last round."""
+        return self._tally.dirty
 
     # ---- parameters -------------------------------------------------------------------------------------------
 
     def manage(self, slots: Iterable[Slot]) -> None:
         """Takes over parameters. They enter the layout when it is next built."""
         new = list(slots)
+        for slot in new:
+            slot.number = self._numbered
+            self._numbered += 1
         self.slots.extend(new)
         self._order = [*reversed(new), *self._order]
         self._seen = ([], [])
@@ -116,7 +138,7 @@ class Reducer:
 
     def _hook(self, slot: Slot) -> None:
         if not slot.hooks:
-            slot.hooks.append(slot.param.register_post_accumulate_grad_hook(_gradient_hook(slot, self.channel)))
+            slot.hooks.append(slot.param.register_post_accumulate_grad_hook(_gradient_hook(slot, self._tally, self.channel)))
         scale = self._wire.gradient_scale
         if scale != 1.0:
             # on the node, since a hook on the tensor would also change what `torch.autograd.grad` returns; torch makes
@@ -225,7 +247,7 @@ class Reducer:
         self._weight = weight
         self._sent = [0, 0, 0, 0]
         self._count_frozen_rounds()
-        early = self.requires_sync and self.arrivals is None and not self._saw_nested
+        early = self.requires_sync and self._tally.arrivals is None and not self._saw_nested
         for bucket in self.buckets:
             bucket.begin(self._fits)
             if not early:
@@ -272,12 +294,12 @@ class Reducer:
         missed = [slot.name for bucket in self.buckets for slot in self._finish(bucket)]
         if self._anyone_requests():
             self._follow_the_model()
-        elif self.arrivals is not None:
-            self._agree_on_order()
+        elif self._tally.arrivals is not None:
+            self._agree_on_order(self._tally.arrivals)
         for slot in self.slots:
             slot.used = False
         self.rounds += 1
-        self.dirty = False
+        self._tally.dirty = False
         self.next_weight = None
         nbytes, collectives, early, late = self._sent
         self.last_round = RoundStats(self.rounds, nbytes, collectives, early, late, tuple(missed))
@@ -314,28 +336,25 @@ class Reducer:
                 self.launch(bucket, early=False)
                 self._finish(bucket)
             self.build()
-            self.arrivals = []
+            self._tally.arrivals = []
 
-    def _agree_on_order(self) -> None:
+    def _agree_on_order(self, arrivals: Sequence[int]) -> None:
         """Takes over the order in which gradients arrived on the first rank."""
-        assert self.arrivals is not None
         members = self._members()
         if not members:
             return
-        position = {slot: index for index, slot in enumerate(members)}
-        arrived = list(dict.fromkeys(slot for slot in self.arrivals if slot in position))
-        came = set(arrived)
-        order = arrived + [slot for slot in members if slot not in came]
-        mine = [position[slot] for slot in order] if arrived else None
+        positions = {slot.number: index for index, slot in enumerate(members)}
+        arrived = [positions[number] for number in dict.fromkeys(arrivals) if number in positions]
+        mine = list(dict.fromkeys([*arrived, *range(len(members))])) if arrived else None
         agreed = agreement.broadcast_order(mine, len(members), self.channel.control)
-        self.arrivals = []
+        self._tally.arrivals = []
         if agreed is None:
             return
-        self.arrivals = None
+        self._tally.arrivals = None
         ordered = [members[index] for index in agreed]
         if ordered != members:
-            others = [slot for slot in self._order if slot not in position]
-            self._order = ordered + others
+            placed = set(ordered)
+            self._order = ordered + [slot for slot in self._order if slot not in placed]
             self.build()
 
     def abandon(self) -> None:
@@ -345,7 +364,7 @@ class Reducer:
             bucket.abandon()
         for slot in self.slots:
             slot.used = False
-        self.dirty = False
+        self._tally.dirty = False
         self.next_weight = None
 
     def release(self) -> None:
@@ -356,17 +375,22 @@ class Reducer:
         self.buckets = []
 
 
-def _gradient_hook(slot: Slot, channel: Channel) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(slot: Slot, tally: _Tally, channel: Channel) -> Callable[[torch.Tensor], None]:
     """The hook on one parameter. It runs once a parameter and backward, so it does next to nothing."""
-    reducer = slot.reducer
+    number = slot.number
+    slot_of_hook = weakref.ref(slot)
     task_id = _private.current_graph_task_id
+    del slot
 
     def hook(_: torch.Tensor) -> None:
-        slot.used = reducer.dirty = True
+        slot = slot_of_hook()
+        if slot is None:
+            return
+        slot.used = tally.dirty = True
         if channel.task != task_id():
             channel.enter(task_id())
-        if reducer.arrivals is not None:
-            reducer.arrivals.append(slot)
+        if tally.arrivals is not None:
+            tally.arrivals.append(number)
         bucket = slot.bucket
         if bucket is None or slot.stale:
             return
@@ -377,7 +401,7 @@ def _gradient_hook(slot: Slot, channel: Channel) -> Callable[[torch.Tensor], Non
                 f" after the first step. Use `use_reentrant=False`."
             )
         if channel.nested:
-            reducer.note_nested()
+            slot.reducer.note_nested()
             return
         bucket.missing -= 1
         if bucket.missing == 0:
