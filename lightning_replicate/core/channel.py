@@ -52,7 +52,7 @@ class Channel:
         timeout = _private.process_group_timeout(process_group)
         self.gradients, self.control = (
             dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=alone)
-            for backend in (dist.get_backend_config(process_group), "gloo")
+            for backend in (dist.get_backend(process_group), "gloo")
         )
         self.rank = dist.get_rank()
         self.task: int | None = None
