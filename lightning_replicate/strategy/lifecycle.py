@@ -150,6 +150,7 @@ class ReplicateLifecycle:
         return super()._get_process_group_backend()  # type: ignore[misc]
 
     def setup_environment(self) -> None:
+        self._require_world_size(self.world_size)  # what the environment says, before a device is looked up by it
         if self.root_device.type in ("mps", "xla", "meta"):
             raise ValueError(
                 f"The replicate strategy needs torch.distributed, which does not serve {self.root_device.type!r}"
@@ -160,12 +161,16 @@ class ReplicateLifecycle:
     def setup_distributed(self) -> None:
         super().setup_distributed()  # type: ignore[misc]
         atexit.register(_destroy_process_groups)
-        believed, actual = self.num_nodes * self.num_processes, dist.get_world_size()
-        if believed != actual:
+        self._require_world_size(dist.get_world_size())
+
+    def _require_world_size(self, launched: int) -> None:
+        believed = self.num_nodes * self.num_processes
+        if believed != launched:
             raise RuntimeError(
                 f"The Trainer was told of {believed} processes (devices={self.num_processes} x"
-                f" num_nodes={self.num_nodes}), but {actual} were launched together. Give the Trainer the numbers that"
-                f" the launcher has (torchrun: --nproc-per-node and --nnodes; SLURM: --ntasks-per-node and --nodes)."
+                f" num_nodes={self.num_nodes}), but {launched} were launched together. Give the Trainer the numbers"
+                f" that the launcher has (torchrun: --nproc-per-node and --nnodes; SLURM: --ntasks-per-node and"
+                f" --nodes)."
             )
 
     # ---- set-up -----------------------------------------------------------------------------------------------
@@ -265,9 +270,8 @@ class ReplicateLifecycle:
     # ---- one step ---------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._follow_the_model()
         for state in self._states:
-            if state.has_new_parameters:
-                state.refresh()
             state.pre_forward()
         self._skipped = False
         output = super().training_step(*args, **kwargs)  # type: ignore[misc]
@@ -276,6 +280,14 @@ class ReplicateLifecycle:
             self._skipped = True
             return torch.zeros((), device=self.root_device, requires_grad=True)
         return output
+
+    def _follow_the_model(self) -> None:
+        """Between steps ranks may communicate, so new parameters become equal before they are used."""
+        for state in self._states:
+            if state.has_new_parameters:
+                state.refresh()
+                self._checked = []
+        self._check_optimizers()
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         self._rounds_before_backward = [state.closed_rounds for state in self._channels()]
@@ -298,7 +310,7 @@ class ReplicateLifecycle:
             yield
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_optimizers()
+        self._follow_the_model()
         return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
     # ---- buffers ----------------------------------------------------------------------------------------------
