@@ -6,7 +6,7 @@ fewer ranks took part, or ranks weigh differently, the sum is multiplied by ``wo
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,14 @@ class HookBucket:
         return [slot.param for slot in self._bucket.slots]
 
 
+class _InFlight(NamedTuple):
+    """What was started for one bucket."""
+
+    works: list[Any]
+    future: Any  # of a communication hook
+    wire_tensor: torch.Tensor | None  # what travels, where it is not the buffer itself
+
+
 class Wire:
     """Moves the buckets of one group over one process group.
 
@@ -63,7 +71,7 @@ class Wire:
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
         self._options = options
-        self._pending: dict[Bucket, tuple[list[Any], torch.Tensor | None]] = {}
+        self._pending: dict[Bucket, _InFlight] = {}
 
     @property
     def counts_participants(self) -> bool:
@@ -104,28 +112,27 @@ class Wire:
         scale = weight if hook is not None else weight / self.world_size
         bucket.fill(scale, weight, signal)
         works: list[Any] = []
-        nbytes = 0
+        future: Any = None
+        sent = bucket.payload
         wire_tensor: torch.Tensor | None = None
         if hook is not None:
             state = self._options.comm_hook_state
             future = hook(self.process_group if state is None else state, HookBucket(bucket, last))
-            if not isinstance(future, torch.futures.Future):
+            if not hasattr(future, "wait") or not hasattr(future, "value"):
                 raise RuntimeError(f"A communication hook must return a torch.futures.Future, got {type(future)}.")
-            works.append(future)
-            nbytes += bucket.payload.nbytes
         else:
             reduce_dtype = self._options.reduce_dtype
-            flat = bucket.flat
+            sent = bucket.flat
             if reduce_dtype is not None and reduce_dtype != bucket.dtype and not bucket.dtype.is_complex:
-                flat = wire_tensor = flat.to(reduce_dtype)
-            works.append(self._all_reduce(flat))
-            nbytes += flat.nbytes
+                sent = wire_tensor = sent.to(reduce_dtype)
+            works.append(self._all_reduce(sent))
+        nbytes, collectives = sent.nbytes, 1
         if self.tail_apart(bucket.dtype):
             works.append(self._all_reduce(bucket.tail))
-            nbytes += bucket.tail.nbytes
-        self._pending[bucket] = (works, wire_tensor)
+            nbytes, collectives = nbytes + bucket.tail.nbytes, 2
+        self._pending[bucket] = _InFlight(works, future, wire_tensor)
         bucket.launched = True
-        return nbytes, len(works)
+        return nbytes, collectives
 
     def _all_reduce(self, tensor: torch.Tensor) -> Any:
         if tensor.is_complex():  # not every backend sums complex numbers
@@ -138,15 +145,14 @@ class Wire:
 
         On a GPU this makes the current stream wait, not the host.
         """
-        works, wire_tensor = self._pending.pop(bucket)
+        works, future, wire_tensor = self._pending.pop(bucket)
         for work in works:
-            if isinstance(work, torch.futures.Future):
-                result = work.wait()
-                result = result[0] if isinstance(result, (list, tuple)) else result
-                if result.data_ptr() != bucket.payload.data_ptr():
-                    bucket.payload.copy_(result.view_as(bucket.payload))
-            else:
-                work.wait()
+            work.wait()
+        if future is not None:
+            result = future.wait()
+            result = result[0] if isinstance(result, (list, tuple)) else result
+            if result.data_ptr() != bucket.payload.data_ptr():
+                bucket.payload.copy_(result.view_as(bucket.payload))
         if wire_tensor is not None:
             bucket.flat.copy_(wire_tensor)
         if self.counts_participants:
@@ -171,7 +177,8 @@ class Wire:
 
     def abandon(self) -> None:
         """Waits for what was started and forgets it."""
-        for works, _ in self._pending.values():
-            for work in works:
-                work.wait()
+        for works, future, _ in self._pending.values():
+            for pending in (*works, future):
+                if pending is not None:
+                    pending.wait()
         self._pending.clear()
