@@ -4,8 +4,8 @@
     python examples/digits.py --devices 4
     python examples/digits.py --accelerator gpu --devices 8
 
-The data are scikit-learn's 1 797 scans of 8x8 pixels, which that package ships. Prints what is replicated, the accuracy on
-held-out scans, and whether all ranks end with the same weights.
+The data are scikit-learn's 1 797 scans of 8x8 pixels, which that package ships. Prints what is replicated, the
+accuracy on held-out scans, and whether all ranks end with the same weights.
 """
 
 from __future__ import annotations

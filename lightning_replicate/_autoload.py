@@ -6,8 +6,8 @@ for device backends; we use it because it is the only hook that runs without an 
 switched off with ``LIGHTNING_REPLICATE_AUTOLOAD=0``, or for all such packages with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.
 ``import lightning_replicate`` does the same.
 
-An exception in here would break ``import torch`` for everybody. The package's ``__init__``, which calls this, catches all,
-and so does everything here that runs inside somebody's import.
+An exception in here would break ``import torch`` for everybody. The package's ``__init__``, which calls this, catches
+all, and so does everything here that runs inside somebody's import.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ _REGISTRIES = {  # module -> (its registry, our module with the strategy class f
     "pytorch_lightning.strategies": ("StrategyRegistry", "lightning_replicate.strategy.trainer_pl"),
 }
 
+_imported_before_torch = False
+
 
 def autoload() -> None:
     """Registers the names now where Lightning is loaded, and upon its import elsewhere. Idempotent."""
+    global _imported_before_torch
+    _imported_before_torch = "torch" not in sys.modules
     for name in _REGISTRIES:
         if name in sys.modules:
             _register(sys.modules[name])
@@ -42,11 +46,10 @@ def autoload() -> None:
 
 def autoload_with_torch() -> None:
     """The entry point: what :func:`autoload` does, unless the user opted out."""
-    if os.environ.get("LIGHTNING_REPLICATE_AUTOLOAD") != "0":
-        autoload()
-        return
-    # loading the entry point has imported the package, which registers; undo it, and let an explicit import later on
-    # start afresh
+    if os.environ.get("LIGHTNING_REPLICATE_AUTOLOAD") != "0" or _imported_before_torch:
+        return  # the import of the package, by torch or by the user, has registered
+    # torch's loading of the entry point has imported the package; undo what that did, and let an explicit import later
+    # on start afresh
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for name in ("lightning_replicate", __name__):
         sys.modules.pop(name, None)

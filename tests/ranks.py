@@ -26,7 +26,7 @@ CASE_TIMEOUT = 90.0  # seconds
 GRACE_AFTER_FAILURE = 3.0  # seconds in which the other ranks may report, too
 
 
-class RankFailed(AssertionError):
+class RankFailedError(AssertionError):
     """A case failed on some rank; the message holds the remote tracebacks."""
 
 
@@ -55,9 +55,7 @@ def _worker(rank: int, world_size: int, store_dir: str, port: int, pipe: Connect
             return
         try:
             store = dist.FileStore(os.path.join(store_dir, str(number)), world_size)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
-            )
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
             torch.manual_seed(1000 + rank)  # different on each rank unless a case says otherwise
             random.seed(1000 + rank)
             result: Any = (True, function(rank, *args, **kwargs))
@@ -114,7 +112,7 @@ class _Pool:
                     failures[rank] = value
                     deadline = min(deadline, time.monotonic() + GRACE_AFTER_FAILURE)
         if failures:
-            raise RankFailed("\n".join(f"--- rank {rank}: {text}" for rank, text in sorted(failures.items())))
+            raise RankFailedError("\n".join(f"--- rank {rank}: {text}" for rank, text in sorted(failures.items())))
         return [results[rank] for rank in range(len(self.pipes))]
 
     def stop(self) -> None:

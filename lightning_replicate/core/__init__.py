@@ -2,5 +2,6 @@
 
 Read in this order: ``api`` (plain types), ``layout`` (parameters to buckets), ``bucket`` (one flat buffer),
 ``wire`` (how it travels), ``agreement`` (what ranks must agree on), ``reducer`` (one group's round), ``channel`` (all
-groups of one process group), ``buffers``, ``state`` (one ``replicate()`` call) and ``replicate`` (the entry point).
+groups of one process group), ``buffers``, ``marks`` (what sits on a module),
+``collect`` (which parameters a call manages), ``state`` (one ``replicate()`` call) and ``replicate`` (the entry point).
 """

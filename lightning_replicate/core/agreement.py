@@ -96,7 +96,7 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    chunks = []
+    chunks: list[list[torch.Tensor]] = []
     for same_kind in kinds.values():
         sizes = [tensor.nbytes for tensor in same_kind]
         assigned = assign_buckets(sizes, [None] * len(sizes), [_BROADCAST_BYTES])

@@ -259,7 +259,9 @@ class Bucket:
 
     def _write_tail(self, weight: float, signal: bool) -> None:
         if not self.absent and weight == 1.0 and not signal:
-            self.tail.copy_(self._tail_if_full)
+            tail = self.tail  # allocates all three
+            assert self._tail_if_full is not None
+            tail.copy_(self._tail_if_full)
             return
         absent = {slot for slot, _ in self.absent}
         values = [0.0 if slot in absent else 1.0 for slot in self.slots]
@@ -279,7 +281,7 @@ class Bucket:
         if not self.absent:
             return []
         flags = self.read_tail()
-        absent = {slot: old for slot, old in self.absent}
+        absent = dict(self.absent)
         for slot, flag in zip(self.slots, flags, strict=False):
             if slot not in absent or slot.stale:
                 continue
@@ -301,4 +303,3 @@ class Bucket:
         """Forgets the round that is under way."""
         self.launched = False
         self.absent = []
-

@@ -146,9 +146,7 @@ class Channel:
             return False
         for reducer in reducers:
             reducer.begin(weight)
-        self._queue = [
-            (reducer, bucket) for reducer in reducers if reducer.requires_sync for bucket in reducer.buckets
-        ]
+        self._queue = [(reducer, bucket) for reducer in reducers if reducer.requires_sync for bucket in reducer.buckets]
         self._cursor = 0
         if task is not None:
             self._root = task

@@ -138,7 +138,9 @@ class Reducer:
 
     def _hook(self, slot: Slot) -> None:
         if not slot.hooks:
-            slot.hooks.append(slot.param.register_post_accumulate_grad_hook(_gradient_hook(slot, self._tally, self.channel)))
+            slot.hooks.append(
+                slot.param.register_post_accumulate_grad_hook(_gradient_hook(slot, self._tally, self.channel))
+            )
         scale = self._wire.gradient_scale
         if scale != 1.0:
             # on the node, since a hook on the tensor would also change what `torch.autograd.grad` returns; torch makes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,10 @@ from lightning_replicate import _private
 from lightning_replicate.core import agreement
 from lightning_replicate.core.api import Average, BufferChoice, Options
 from lightning_replicate.core.channel import Channel
+from lightning_replicate.core.collect import collect, slot_of, validate_parameters
 from lightning_replicate.core.layout import ParamSpec
-from lightning_replicate.core.state import (
-    FUNCTION_NAME,
-    ReplicateState,
-    managed_modules,
-    slot_of,
-    validate_parameters,
-)
+from lightning_replicate.core.marks import FUNCTION_NAME
+from lightning_replicate.core.state import ReplicateState
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,12 +27,6 @@ class _Replicate:
     """The callable behind :data:`replicate`: the function and its ``state``."""
 
     __name__ = __qualname__ = FUNCTION_NAME
-
-    @overload
-    def __call__(self, module: nn.Module, /, **options: Any) -> nn.Module: ...
-
-    @overload
-    def __call__(self, *modules: nn.Module, **options: Any) -> Any: ...
 
     def __call__(
         self,
@@ -198,7 +188,7 @@ def apply(
         names[module] if names is not None else ("" if len(roots) == 1 else f"[{index}]")
         for index, module in enumerate(roots)
     ]
-    params = _collect(roots, prefixes, ignored_modules, ignored_params)
+    params = collect(roots, prefixes, ignored_modules, ignored_params)
     validate_parameters(params, roots)
     groups: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, param in params:
@@ -330,33 +320,3 @@ def _validate(
                 f"This module ({type(module).__name__}) is already sharded by `fully_shard`. Choose one of them for"
                 f" this module; children of it may have the other."
             )
-
-
-def _collect(
-    roots: Sequence[nn.Module],
-    prefixes: Sequence[str],
-    ignored_modules: Sequence[nn.Module],
-    ignored_params: Sequence[nn.Parameter],
-) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of this call: each once, and none that a call on another module already averages.
-
-    A parameter of a call on a parent is taken over: the innermost call owns it.
-    """
-    taken: set[nn.Parameter] = set(ignored_params)
-    taken.update(param for module in ignored_modules for param in module.parameters())
-    found = []
-    for root, prefix in zip(roots, prefixes, strict=True):
-        for name, module in managed_modules(root, prefix, ignored_modules):
-            for key, param in _private.parameters_of(module).items():
-                if param is None or param in taken:
-                    continue
-                taken.add(param)
-                slot = slot_of(param)
-                if slot is None or _lies_inside(root, slot.reducer.owner.modules):
-                    found.append((f"{name}.{key}" if name else key, param))
-    return found
-
-
-def _lies_inside(module: nn.Module, parents: Iterable[nn.Module]) -> bool:
-    return any(child is module for parent in parents for child in parent.modules())
-

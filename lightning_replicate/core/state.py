@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -15,43 +14,14 @@ from torch import nn
 
 from lightning_replicate import _private
 from lightning_replicate.core.agreement import broadcast_from_first
-from lightning_replicate.core.api import Options, Plan, ReplicateError, RoundStats
+from lightning_replicate.core.api import Options, Plan, RoundStats
 from lightning_replicate.core.bucket import Slot
 from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.channel import Channel
+from lightning_replicate.core.collect import managed_modules, slot_of, validate_parameters
+from lightning_replicate.core.collect import slots as slots_by_param
+from lightning_replicate.core.marks import FUNCTION_NAME, ForwardHook, PlainCopy
 from lightning_replicate.core.reducer import Reducer
-
-FUNCTION_NAME = "replicate"
-"""The name under which torch's composable registry knows us; ``fully_shard`` looks for exactly this one."""
-
-_slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()  # by id(param); a slot keeps its param
-
-
-def slot_of(param: torch.Tensor) -> Slot | None:
-    """The slot that averages this parameter, or ``None``."""
-    return _slots.get(id(param))
-
-
-def managed_modules(
-    root: nn.Module, prefix: str, ignored: Iterable[nn.Module] = ()
-) -> Iterator[tuple[str, nn.Module]]:
-    """Walks the modules that a ``replicate()`` call on ``root`` manages, each once, with its name.
-
-    Leaves out ignored subtrees, and those that another composable function owns: a child of its own ``replicate()``
-    call, or one sharded by ``fully_shard``.
-    """
-    seen = set(ignored)
-
-    def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-        if module in seen:
-            return
-        seen.add(module)
-        yield name, module
-        for key, child in _private.children_of(module).items():
-            if child is not None and not _private.composable_registry(child).keys() & {FUNCTION_NAME, "fully_shard"}:
-                yield from walk(child, f"{name}.{key}" if name else key)
-
-    yield from walk(root, prefix)
 
 
 class ReplicateState:
@@ -126,14 +96,14 @@ class ReplicateState:
         parents = self._take_over(slot for reducer in self._reducers for slot in reducer.slots)
         self._buffers = BufferSync(options.buffers, self._walk, self.channel.gradients)
         if broadcast:
-            params = [slot.param for reducer in self._reducers for slot in reducer.slots]
+            values = [*self.parameters(), *self._buffers.all_of()]
             with torch.profiler.record_function("replicate::broadcast"):
-                broadcast_from_first([*params, *self._buffers.all_of()], self.channel.gradients)
+                broadcast_from_first(values, self.channel.gradients)
         for reducer in self._reducers:
             reducer.build()
         for module in self.modules:
-            self._handles.append(module.register_forward_pre_hook(_ForwardHook(self)))
-            module.__dict__["__getstate__"] = _PlainCopy(module)
+            self._handles.append(module.register_forward_pre_hook(ForwardHook(self)))
+            module.__dict__["__getstate__"] = PlainCopy(module)
         self._watch()
         for parent in parents:
             parent.refresh()
@@ -150,7 +120,7 @@ class ReplicateState:
             if former is not None:
                 losers[former.reducer.owner] = None
                 former.reducer.drop([former])
-            _slots[id(slot.param)] = slot
+            slots_by_param[id(slot.param)] = slot
         return list(losers)
 
     def _after_round(self) -> None:
@@ -181,7 +151,11 @@ class ReplicateState:
     # ---- following the model ----------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        dicts = [d for module in self.managed_modules() for d in (_private.parameters_of(module), _private.children_of(module))]
+        dicts = [
+            d
+            for module in self.managed_modules()
+            for d in (_private.parameters_of(module), _private.children_of(module))
+        ]
         self._watched = (dicts, list(chain.from_iterable(d.values() for d in dicts)))
 
     def follow(self) -> None:
@@ -203,7 +177,7 @@ class ReplicateState:
         validate_parameters(new, self.modules)
         first = self._reducers[0]
         slots = [Slot(name, param, first) for name, param in new]
-        _slots.update((id(slot.param), slot) for slot in slots)
+        slots_by_param.update((id(slot.param), slot) for slot in slots)
         first.manage(slots)
         if self._buffers is not None:
             self._buffers.rescan()
@@ -402,79 +376,9 @@ class ReplicateState:
         for reducer in self._reducers:
             for slot in reducer.slots:
                 if slot_of(slot.param) is slot:
-                    del _slots[id(slot.param)]
+                    del slots_by_param[id(slot.param)]
             reducer.release()
             reducer.channel.remove(reducer)
         self._reducers = []
         self.channel = None
         self._buffers = None
-
-
-def validate_parameters(params: Iterable[tuple[str, nn.Parameter]], modules: Sequence[nn.Module]) -> None:
-    """Checks that parameters are of a kind that can be replicated.
-
-    Raises:
-        ValueError: If one is uninitialized (a lazy module) or a DTensor.
-    """
-    from torch.distributed.tensor import DTensor
-
-    for name, param in params:
-        if nn.parameter.is_lazy(param):
-            raise ValueError(
-                f"Parameter {name!r} is not initialized yet (a lazy module). Run a forward with a sample batch before"
-                f" replicate(), on every rank."
-            )
-        if isinstance(param, DTensor):
-            owners = ", ".join(type(module).__name__ for module in modules)
-            raise ValueError(
-                f"Parameter {name!r} is a DTensor: a parent of it was sharded with `fully_shard`, or it is tensor-"
-                f"parallel, and so it cannot be replicated by replicate() on {owners}. Call replicate() on the child"
-                f" before `fully_shard` on its parent, or leave it out with `ignored_modules`."
-            )
-
-
-class _ForwardHook:
-    """The forward pre-hook of a marked module. Inert in a copy of the module."""
-
-    def __init__(self, state: ReplicateState | None) -> None:
-        self._state: Callable[[], ReplicateState | None] = weakref.ref(state) if state is not None else _nothing
-
-    @_private.not_compiled
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        state = self._state()
-        if state is not None and any(module is own for own in state.modules):
-            state.pre_forward()
-
-    def __reduce__(self) -> Any:
-        return (_ForwardHook, (None,))
-
-
-def _nothing() -> None:
-    return None
-
-
-class _PlainCopy:
-    """Gives copies and pickles of a marked module a state in which replicate() was never called.
-
-    Installed as ``__getstate__`` on the module itself, which is where both ``copy`` and ``pickle`` look it up, so that
-    the module's class stays what it is.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-
-    def __call__(self) -> Any:
-        module = self._module()
-        if module is None:
-            raise ReplicateError("The state of a replicated module was asked for after the module was gone.")
-        own = getattr(type(module), "__getstate__", None)
-        state = module.__dict__ if own is None else own(module)
-        if not isinstance(state, dict):
-            return state
-        plain = _private.without_composable(state, FUNCTION_NAME)
-        plain.pop("__getstate__", None)
-        hooks = _private.forward_pre_hooks_of(module)
-        plain["_forward_pre_hooks"] = type(hooks)(
-            (key, hook) for key, hook in hooks.items() if not isinstance(hook, _ForwardHook)
-        )
-        return plain

@@ -162,9 +162,9 @@ class Wire:
         weight = bucket.tail[-2]
         weight = weight.real if weight.is_complex() else weight
         if bucket.device.type == "cpu":
-            total = weight.item()
-            if total > 0 and total != self.world_size:
-                bucket.payload.mul_(self.world_size / total)
+            read = weight.item()
+            if read > 0 and read != self.world_size:
+                bucket.payload.mul_(self.world_size / read)
             return
         # without a read: where all ranks took part the factor is exactly one
         total = weight.float()

@@ -197,6 +197,7 @@ class ReplicateLifecycle:
     def _mark_modules(self) -> None:
         root = self.lightning_module
         group = dist.group.WORLD
+        assert group is not None
         by_hand = states_in(root)
         for state in by_hand:
             state.validate()
@@ -210,7 +211,7 @@ class ReplicateLifecycle:
             if modules:
                 self._apply(modules, local)
             if chosen.params:  # marked on the model itself, which owns them
-                inside = [child for child in root.children()]
+                inside = list(root.children())
                 others = set(dict(root.named_parameters()).values()) - set(chosen.params.values())
                 self._apply({root: ""}, local, ignored_modules=inside, ignored_params=others)
         elif not by_hand:

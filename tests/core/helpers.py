@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +46,9 @@ def mean_of(per_rank: Sequence[Grads], divisor: float | None = None) -> Grads:
     return result
 
 
-def assert_same(actual: Grads, expected: Grads, **tolerance: float) -> None:
+def assert_same(
+    actual: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None], **tolerance: float
+) -> None:
     """Compares values, and where ``None`` stands."""
     assert [grad is None for grad in actual] == [grad is None for grad in expected]
     for mine, reference in zip(actual, expected, strict=True):
@@ -94,7 +97,7 @@ def mlp(*sizes: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Se
 
     def make() -> nn.Sequential:
         layers: list[nn.Module] = []
-        for size, following in zip(sizes, sizes[1:], strict=False):
+        for size, following in itertools.pairwise(sizes):
             layers += [nn.Linear(size, following, dtype=dtype), nn.Tanh()]
         return nn.Sequential(*layers[:-1])
 

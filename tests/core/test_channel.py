@@ -35,9 +35,9 @@ def _game(rank: int) -> None:
     replicate(critic)
     both = [*generator.parameters(), *critic.parameters()]
     for step in range(4):
-        fake = lambda r, step=step: generator(data(r, step, 5, 3))  # noqa: E731
-        critic_loss = lambda r, fake=fake: critic(fake(r).detach()).mean()  # noqa: E731
-        generator_loss = lambda r, fake=fake: -critic(fake(r)).mean()  # noqa: E731
+        fake = lambda r, step=step: generator(data(r, step, 5, 3))
+        critic_loss = lambda r, fake=fake: critic(fake(r).detach()).mean()
+        generator_loss = lambda r, fake=fake: -critic(fake(r)).mean()
 
         expected = _mean(critic_loss, both)
         rounds = _rounds(generator)
@@ -70,10 +70,8 @@ def _different_groups(rank: int) -> None:
         replicate(net)
     params = [param for net in nets for param in net.parameters()]
     for step in range(6):
-        used = lambda r, step=step: [(r + step) % 3] if step < 3 else [r % 3, 2]  # noqa: E731
-        loss = lambda r, step=step: sum(  # noqa: E731
-            nets[i](data(r, step, 2, 4)).pow(2).sum() for i in used(r)  # noqa: B023
-        )
+        used = lambda r, step=step: [(r + step) % 3] if step < 3 else [r % 3, 2]
+        loss = lambda r, step=step: sum(nets[i](data(r, step, 2, 4)).pow(2).sum() for i in used(r))
         expected = _mean(loss, params)
         for param in params:
             param.grad = None
@@ -92,8 +90,8 @@ def _other_order(rank: int) -> None:
     replicate(b)
     params = [*a.parameters(), *b.parameters()]
     for step in range(4):
-        x = lambda r, step=step: data(r, step, 2, 4)  # noqa: E731
-        loss = lambda r: (b(a(x(r))) if r == 0 else a(b(x(r)))).pow(2).sum()  # noqa: E731, B023
+        x = lambda r, step=step: data(r, step, 2, 4)
+        loss = lambda r: (b(a(x(r))) if r == 0 else a(b(x(r)))).pow(2).sum()
         expected = _mean(loss, params)
         for param in params:
             param.grad = None
@@ -110,8 +108,8 @@ def _windows(rank: int) -> None:
     replicate(a)
     replicate(b)
     params = [*a.parameters(), *b.parameters()]
-    first = lambda r: a(data(r, 0, 2, 4)).pow(2).sum()  # noqa: E731
-    second = lambda r: b(data(r, 1, 2, 4)).pow(2).sum()  # noqa: E731
+    first = lambda r: a(data(r, 0, 2, 4)).pow(2).sum()
+    second = lambda r: b(data(r, 1, 2, 4)).pow(2).sum()
     with replicate.state(a).no_sync(), replicate.state(b).no_sync():
         first(rank).backward()
     second(rank).backward()  # touches b only; the window touched a as well

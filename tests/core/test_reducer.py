@@ -42,7 +42,9 @@ def _expect_mean(model: nn.Module, losses: Any, world: int = WORLD, divisor: flo
             if loss is None:
                 continue
             for index, grad in enumerate(local_grads(loss, params)):
-                summed[index] = grad if summed[index] is None else summed[index] if grad is None else summed[index] + grad
+                summed[index] = (
+                    grad if summed[index] is None else summed[index] if grad is None else summed[index] + grad
+                )
         per_rank.append(summed)
     return mean_of(per_rank, divisor)
 
@@ -53,7 +55,7 @@ def _check(model: nn.Module, expected: list[Any], **tolerance: float) -> None:
     assert_ranks_equal([param.grad for param in params])
 
 
-# ---- parity with one process --------------------------------------------------------------------------------------
+# ---- parity with one process ----------------------------------------------------------------------------------------
 
 
 def _parity(rank: int, cap: float, optimizer: str, set_to_none: bool, world: int) -> None:
@@ -62,7 +64,7 @@ def _parity(rank: int, cap: float, optimizer: str, set_to_none: bool, world: int
     make = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "adam": lambda p: torch.optim.Adam(p, lr=0.01)}
     mine, theirs = make[optimizer](model.parameters()), make[optimizer](reference.parameters())
     for step in range(5):
-        loss = lambda module, r, step=step: module(data(r, step, 4, 6)).pow(2).mean()  # noqa: E731
+        loss = lambda module, r, step=step: module(data(r, step, 4, 6)).pow(2).mean()
         mine.zero_grad(set_to_none=set_to_none)
         loss(model, rank).backward()
         theirs.zero_grad(set_to_none=set_to_none)
@@ -171,7 +173,7 @@ def _branches(rank: int, pattern: str) -> None:
     for step in range(5):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         before = grads(list(model.parameters()))
-        loss = lambda r, step=step: model(data(r, step, 3, 4), *chosen(r, step)).pow(2).sum()  # noqa: E731
+        loss = lambda r, step=step: model(data(r, step, 3, 4), *chosen(r, step)).pow(2).sum()
         expected = _expect_mean(model, loss)
         # used on no rank: untouched, None stays None and an old value stays
         expected = [old if new is None else new for old, new in zip(before, expected, strict=True)]
@@ -199,7 +201,7 @@ def _old_gradients_stay(rank: int) -> None:
     model(data(rank, 0, 3, 4), "left", "right").sum().backward()
     old = grads(list(model.parameters()))
     objects = [param.grad for param in model.right.parameters()]
-    loss = lambda r: model(data(r, 1, 3, 4), *(["left"] if r == 0 else [])).sum()  # noqa: E731
+    loss = lambda r: model(data(r, 1, 3, 4), *(["left"] if r == 0 else [])).sum()
     added = _expect_mean(model, loss)
     loss(rank).backward()  # nothing was zeroed: the old mean stays in, once
     expected = [o if a is None else a if o is None else o + a for o, a in zip(old, added, strict=True)]
@@ -216,13 +218,11 @@ def _skipping(rank: int) -> None:
     model = mlp(4, 5, 2)
     replicate(model)
     state = replicate.state(model)
-    loss = lambda r, step: model(data(r, step, 3, 4)).pow(2).sum()  # noqa: E731
+    loss = lambda r, step: model(data(r, step, 3, 4)).pow(2).sum()
     for step, present in enumerate([{0, 1}, {0}, {1}, set(), {0, 1}]):
         model.zero_grad()
         # the average is over the ranks that took part
-        expected = _expect_mean(
-            model, lambda r: loss(r, step) if r in present else None, divisor=max(1, len(present))
-        )
+        expected = _expect_mean(model, lambda r: loss(r, step) if r in present else None, divisor=max(1, len(present)))
         with state.round():
             if rank in present:
                 loss(rank, step).backward()
@@ -256,7 +256,7 @@ def test_r29_a_fresh_zero_loss_does_not_hang(ranks: Ranks) -> None:
     ranks(2, _zero_loss)
 
 
-# ---- several forwards, several backwards, other ways to use a parameter -----------------------------------------------
+# ---- several forwards, several backwards, other ways to use a parameter ---------------------------------------------
 
 
 def _uses(rank: int) -> None:
@@ -298,9 +298,9 @@ def test_r14_d20_d21_d24_any_use_of_a_parameter_is_reduced(ranks: Ranks) -> None
 def _several_backwards(rank: int) -> None:
     model = Branches()
     replicate(model)
-    first = lambda r: model(data(r, 0, 3, 4), "left").pow(2).sum()  # noqa: E731
-    second = lambda r: model(data(r, 1, 3, 4), "right").pow(2).sum()  # noqa: E731
-    both = lambda r: [first(r), second(r)]  # noqa: E731
+    first = lambda r: model(data(r, 0, 3, 4), "left").pow(2).sum()
+    second = lambda r: model(data(r, 1, 3, 4), "right").pow(2).sum()
+    both = lambda r: [first(r), second(r)]
     expected = _expect_mean(model, both)
 
     one, two = first(rank), second(rank)  # two forwards, then two backwards
@@ -320,7 +320,8 @@ def _several_backwards(rank: int) -> None:
     a.backward(retain_graph=True)
     b.backward()
     expected = _expect_mean(
-        model, lambda r: [model.left(model.trunk(data(r, 2, 3, 4))).sum(), model.right(model.trunk(data(r, 2, 3, 4))).sum()]
+        model,
+        lambda r: [model.left(model.trunk(data(r, 2, 3, 4))).sum(), model.right(model.trunk(data(r, 2, 3, 4))).sum()],
     )
     _check(model, expected)
 
@@ -359,7 +360,7 @@ def _second_order(rank: int) -> None:
     replicate(model)
     for step in range(6):
         model.zero_grad()
-        loss = lambda r, step=step: model(data(r, step, 3, 4)).pow(2).sum()  # noqa: E731
+        loss = lambda r, step=step: model(data(r, step, 3, 4)).pow(2).sum()
         expected = _expect_mean(model, loss)
         loss(rank).backward(create_graph=True)
         _check(model, expected)
@@ -479,7 +480,7 @@ def _checkpointing(rank: int, reentrant: bool) -> None:
         return run(lambda z: model(z, "left", "right"), x.requires_grad_())
 
     def nested(model: Branches, run: Any, x: torch.Tensor, r: int) -> torch.Tensor:
-        inner = lambda z: run(model.left, run(model.left, z))  # noqa: E731
+        inner = lambda z: run(model.left, run(model.left, z))
         return model.head(run(inner, model.trunk(x)))
 
     for use in (once, twice, by_rank, everything, nested):
@@ -487,12 +488,12 @@ def _checkpointing(rank: int, reentrant: bool) -> None:
         replicate(model, bucket_cap_mb=TINY)
         for step in range(4):
             model.zero_grad(set_to_none=step != 2)
-            expected = _expect_mean(
-                model, lambda r: use(model, plain, data(r, step, 3, 4), r).pow(2).sum()  # noqa: B023
-            )
+            expected = _expect_mean(model, lambda r: use(model, plain, data(r, step, 3, 4), r).pow(2).sum())
             if step == 2:
-                expected = [torch.zeros_like(p) if e is None and p.grad is not None else e
-                            for e, p in zip(expected, model.parameters(), strict=True)]
+                expected = [
+                    torch.zeros_like(p) if e is None and p.grad is not None else e
+                    for e, p in zip(expected, model.parameters(), strict=True)
+                ]
             use(model, ckpt, data(rank, step, 3, 4), rank).pow(2).sum().backward()
             _check(model, expected)
         replicate.state(model).remove()
@@ -513,9 +514,10 @@ def _late_reentrant(rank: int) -> None:
         reentrant = step >= 2
         run = (lambda f, z: checkpoint(f, z, use_reentrant=True)) if reentrant else (lambda f, z: f(z))
         model.head(run(model.left, run(model.left, x))).sum().backward()
-        _check(model, _expect_mean(
-            model, lambda r: model.head(model.left(model.left(model.trunk(data(r, step, 3, 4))))).sum()  # noqa: B023
-        ))
+        _check(
+            model,
+            _expect_mean(model, lambda r: model.head(model.left(model.left(model.trunk(data(r, step, 3, 4))))).sum()),
+        )
 
 
 def test_r18_reentrant_checkpointing_that_begins_later(ranks: Ranks) -> None:
@@ -530,9 +532,10 @@ def _inside_and_outside(rank: int) -> None:
         model.zero_grad()
         x = checkpoint(model.left, model.trunk(data(rank, step, 3, 4)), use_reentrant=True)
         model.head(model.left(x)).sum().backward()
-        _check(model, _expect_mean(
-            model, lambda r: model.head(model.left(model.left(model.trunk(data(r, step, 3, 4))))).sum()  # noqa: B023
-        ))
+        _check(
+            model,
+            _expect_mean(model, lambda r: model.head(model.left(model.left(model.trunk(data(r, step, 3, 4))))).sum()),
+        )
 
 
 def test_r18_a_layer_inside_and_outside_of_a_checkpoint(ranks: Ranks) -> None:
@@ -545,7 +548,7 @@ def test_r18_a_layer_inside_and_outside_of_a_checkpoint(ranks: Ranks) -> None:
 def _accumulation(rank: int) -> None:
     model = Branches()
     state = replicate.state(replicate(model))
-    loss = lambda r, i: model(data(r, i, 3, 4), ["left", "right", "idle"][i % 3]).pow(2).sum()  # noqa: E731
+    loss = lambda r, i: model(data(r, i, 3, 4), ["left", "right", "idle"][i % 3]).pow(2).sum()
     for window in range(2):
         model.zero_grad()
         micro = [window * 3 + i for i in range(3)]
@@ -559,7 +562,7 @@ def _accumulation(rank: int) -> None:
         assert state.closed_rounds == rounds
         loss(rank, micro[2]).backward()  # touches another branch than the first two
         assert state.closed_rounds == rounds + 1
-        _check(model, _expect_mean(model, lambda r: [loss(r, i) for i in micro]))  # noqa: B023
+        _check(model, _expect_mean(model, lambda r: [loss(r, i) for i in micro]))
 
 
 def test_r44_t37_d42_d50_a_window_reduces_once_all_that_it_touched(ranks: Ranks) -> None:
@@ -624,7 +627,7 @@ def _zoo(rank: int, cap: float) -> None:
     tolerance = {"rtol": 2e-2, "atol": 1e-2}
     for step in range(3):
         model.zero_grad(set_to_none=step == 1)
-        loss = lambda r, step=step: model(data(r, step, 8, 3)).real  # noqa: E731
+        loss = lambda r, step=step: model(data(r, step, 8, 3)).real
         params = [param for param in model.parameters() if param.requires_grad]
         expected = mean_of([local_grads(loss(r), params) for r in range(WORLD)])
         loss(rank).backward()
@@ -674,7 +677,7 @@ def _unfreezing(rank: int) -> None:
         if step == 4:
             model.left.requires_grad_(True)
         optimizer.zero_grad()
-        loss = lambda r, step=step: model(data(r, step, 3, 4), "left").pow(2).sum()  # noqa: E731
+        loss = lambda r, step=step: model(data(r, step, 3, 4), "left").pow(2).sum()
         params = [param for param in model.parameters() if param.requires_grad]
         expected = mean_of([local_grads(loss(r), params) for r in range(WORLD)])
         loss(rank).backward()
@@ -712,9 +715,12 @@ def _freezing(rank: int) -> None:
     assert state.last_round is not None and state.last_round.nbytes < full
     model.left.requires_grad_(True)
     train()
-    _check(model.left, mean_of(
-        [local_grads(model(data(r, 11, 3, 4), "left").sum(), list(model.left.parameters())) for r in range(WORLD)]
-    ))
+    _check(
+        model.left,
+        mean_of(
+            [local_grads(model(data(r, 11, 3, 4), "left").sum(), list(model.left.parameters())) for r in range(WORLD)]
+        ),
+    )
 
 
 def test_t04_t05_freezing_shrinks_traffic(ranks: Ranks) -> None:
@@ -731,7 +737,7 @@ def _toggling(rank: int) -> None:
         model.right.requires_grad_(step % 2 == 1)
         model.zero_grad()
         params = [param for param in model.parameters() if param.requires_grad]
-        loss = lambda r, step=step: model(data(r, step, 3, 4), "left", "right").sum()  # noqa: E731
+        loss = lambda r, step=step: model(data(r, step, 3, 4), "left", "right").sum()
         expected = mean_of([local_grads(loss(r), params) for r in range(WORLD)])
         loss(rank).backward()
         assert_same(grads(params), expected)
@@ -780,7 +786,7 @@ def _conversions(rank: int) -> None:
                 assert_ranks_equal(list(model.parameters()))
                 assert model[0].weight[0, 0].item() == pytest.approx(0.1)
             dtype = next(model.parameters()).dtype
-            loss = lambda r, dtype=dtype, step=step: model(data(r, step, 3, 4).to(dtype)).pow(2).sum()  # noqa: E731
+            loss = lambda r, dtype=dtype, step=step: model(data(r, step, 3, 4).to(dtype)).pow(2).sum()
             for _ in range(2):
                 model.zero_grad(set_to_none=zero)
                 expected = _expect_mean(model, loss)
@@ -807,7 +813,7 @@ def _new_parameters(rank: int) -> None:
     for step in range(2):
         model.zero_grad()
         model(data(rank, 2 + step, 3, 4)).sum().backward()
-        _check(model, _expect_mean(model, lambda r: model(data(r, 2 + step, 3, 4)).sum()))  # noqa: B023
+        _check(model, _expect_mean(model, lambda r: model(data(r, 2 + step, 3, 4)).sum()))
     assert "3.weight" not in state.plan().parameters
 
 
@@ -827,7 +833,7 @@ def _nothing_trainable(rank: int) -> None:
     for step in range(2):
         model.zero_grad()
         model(data(rank, step, 2, 3)).sum().backward()
-        _check(model, _expect_mean(model, lambda r: model(data(r, step, 2, 3)).sum()))  # noqa: B023
+        _check(model, _expect_mean(model, lambda r: model(data(r, step, 2, 3)).sum()))
 
 
 def test_t21_a_module_with_nothing_trainable_wakes_up(ranks: Ranks) -> None:
@@ -895,15 +901,16 @@ def _averages(rank: int) -> None:
                 model.zero_grad()  # step 2 adds to step 1's averaged gradients
             old = grads(list(model.parameters()))
             scale = weights if average == "weighted" else [1.0, 1.0]
-            loss = lambda r, step=step: model(data(r, step, 3, 4)).pow(2).sum()  # noqa: E731
-            added = _expect_mean(model, lambda r: loss(r) * scale[r], divisor=divisor)  # noqa: B023
+            loss = lambda r, step=step: model(data(r, step, 3, 4)).pow(2).sum()
+            added = _expect_mean(model, lambda r: loss(r) * scale[r], divisor=divisor)
             if average == "weighted":
                 state.set_weight(weights[rank])
             loss(rank).backward()
             assert_same(
                 grads(list(model.parameters())),
                 [a if o is None or step == 1 else o + a for o, a in zip(old, added, strict=True)],
-                rtol=1e-5, atol=1e-5,
+                rtol=1e-5,
+                atol=1e-5,
             )
             assert_ranks_equal([param.grad for param in model.parameters()])
         state.remove()

@@ -134,10 +134,16 @@ def _bad_arguments(rank: int) -> None:
         (ValueError, "`reduce_dtype` must be a floating", lambda: replicate(model, reduce_dtype=torch.int32)),
         (ValueError, "`buffers` must be one of", lambda: replicate(model, buffers="never")),
         (TypeError, "`comm_hook` must be callable", lambda: replicate(model, comm_hook=3)),
-        (ValueError, "either `comm_hook` or `reduce_dtype`",
-         lambda: replicate(model, comm_hook=print, reduce_dtype=torch.float16)),
-        (ValueError, "either `mesh` or `process_group`",
-         lambda: replicate(model, mesh=mesh["a"], process_group=dist.group.WORLD)),
+        (
+            ValueError,
+            "either `comm_hook` or `reduce_dtype`",
+            lambda: replicate(model, comm_hook=print, reduce_dtype=torch.float16),
+        ),
+        (
+            ValueError,
+            "either `mesh` or `process_group`",
+            lambda: replicate(model, mesh=mesh["a"], process_group=dist.group.WORLD),
+        ),
         (ValueError, "must have one dimension", lambda: replicate(model, mesh=mesh)),
         (ValueError, "not initialized yet.*sample batch", lambda: replicate(nn.LazyLinear(3))),
     ]
@@ -145,7 +151,7 @@ def _bad_arguments(rank: int) -> None:
         with pytest.raises(error, match=message):
             call()
     replicate(model)
-    with pytest.raises(ValueError, match="already applied.*remove"):
+    with pytest.raises(ValueError, match=r"already applied.*remove"):
         replicate(model)
     with pytest.raises(ValueError, match="average='weighted'"):
         replicate.state(model).set_weight(2)
@@ -209,7 +215,7 @@ def test_one_rank_has_no_hooks(ranks: Ranks) -> None:
     ranks(2, _alone)
 
 
-# ---- several modules, several calls -----------------------------------------------------------------------------------
+# ---- several modules, several calls ---------------------------------------------------------------------------------
 
 
 def _several_modules(rank: int) -> None:
@@ -222,7 +228,7 @@ def _several_modules(rank: int) -> None:
     assert len(plan.buckets) == 1
     assert set(plan.parameters) == {f"[{i}].{name}" for i in range(3) for name in ("weight", "bias")}
     params = [param for module in given for param in module.parameters()]
-    loss = lambda r: model(data(r, 0, 3, 4), "left", "right").sum()  # noqa: E731
+    loss = lambda r: model(data(r, 0, 3, 4), "left", "right").sum()
     expected = mean_of([local_grads(loss(r), params) for r in range(WORLD)])
     own = local_grads(loss(rank), list(model.right.parameters()))
     loss(rank).backward()
@@ -319,7 +325,7 @@ def test_r6_d11_d12_ignored_modules_and_parameters(ranks: Ranks) -> None:
     ranks(2, _ignored)
 
 
-# ---- beside fully_shard -----------------------------------------------------------------------------------------------
+# ---- beside fully_shard ---------------------------------------------------------------------------------------------
 
 
 def _beside_fully_shard(rank: int) -> None:
@@ -367,7 +373,7 @@ def _refused_beside_fully_shard(rank: int) -> None:
     fully_shard(model, mesh=mesh)
     with pytest.raises(ValueError, match="already sharded by `fully_shard`"):
         replicate(model)
-    with pytest.raises(ValueError, match="'weight' is a DTensor.*before `fully_shard`"):
+    with pytest.raises(ValueError, match=r"'weight' is a DTensor.*before `fully_shard`"):
         replicate(model[0])
     model = mlp(4, 8, 2)
     replicate(model)

@@ -97,8 +97,9 @@ def _copies(rank: int) -> None:
         _assert_plain(copied, model)
         copied.zero_grad()
         copied(data(rank, 1, 3, 4)).sum().backward()  # local: nobody replicated the copy
-        assert_same(grads(list(copied.parameters())), local_grads(
-            model(data(rank, 1, 3, 4)).sum(), list(model.parameters())))
+        assert_same(
+            grads(list(copied.parameters())), local_grads(model(data(rank, 1, 3, 4)).sum(), list(model.parameters()))
+        )
     assert replicate.state(model).closed_rounds == rounds
     averaged.update_parameters(model)
     replicate(made[0])  # a copy may be replicated in its turn

@@ -35,13 +35,20 @@ def _reduce_dtype(rank: int) -> None:
         full = sum(param.nbytes for param in model.parameters())
         for step in range(3):
             model.zero_grad()
-            loss = lambda r, step=step: model(data(r, step, 3, 4), *(["left"] if r else [])).sum()  # noqa: E731
+            loss = lambda r, step=step: model(data(r, step, 3, 4), *(["left"] if r else [])).sum()
             expected = _expected(model, loss)
             size = [  # the sum of magnitudes bounds the rounding error
-                None if e is None else m for e, m in zip(expected, mean_of([
-                    [None if g is None else g.abs() for g in local_grads(loss(r), list(model.parameters()))]
-                    for r in range(WORLD)
-                ]), strict=True)
+                None if e is None else m
+                for e, m in zip(
+                    expected,
+                    mean_of(
+                        [
+                            [None if g is None else g.abs() for g in local_grads(loss(r), list(model.parameters()))]
+                            for r in range(WORLD)
+                        ]
+                    ),
+                    strict=True,
+                )
             ]
             loss(rank).backward()
             for param, reference, bound in zip(model.parameters(), expected, size, strict=True):
@@ -51,7 +58,7 @@ def _reduce_dtype(rank: int) -> None:
                     assert torch.all((param.grad - reference).abs() <= 2 * epsilon * bound + 1e-7)
             assert_ranks_equal([param.grad for param in model.parameters()])
             assert state.last_round is not None and state.last_round.nbytes < full / 2 + 256
-        skipping = lambda r: model(data(r, 9, 3, 4)).sum() if r == 0 else None  # noqa: E731
+        skipping = lambda r: model(data(r, 9, 3, 4)).sum() if r == 0 else None
         model.zero_grad()
         with state.round():
             if rank == 0:
@@ -60,7 +67,7 @@ def _reduce_dtype(rank: int) -> None:
 
     low = mlp(4, 5, 2, dtype=torch.bfloat16)
     replicate(low, reduce_dtype=torch.float32)  # sums in fp32, stored in bf16
-    loss = lambda r: low(data(r, 0, 3, 4, dtype=torch.bfloat16)).sum()  # noqa: E731
+    loss = lambda r: low(data(r, 0, 3, 4, dtype=torch.bfloat16)).sum()
     params = list(low.parameters())
     exact = mean_of([[g.float() for g in local_grads(loss(r), params)] for r in range(WORLD)])  # type: ignore[union-attr]
     loss(rank).backward()
@@ -91,13 +98,13 @@ def _hooks(rank: int) -> None:
         for step in range(4):
             model.zero_grad(set_to_none=step % 2 == 0)
             before = grads(list(model.parameters()))
-            loss = lambda r, step=step: model(data(r, step, 3, 4), *(["left"] if r else [])).sum()  # noqa: E731
+            loss = lambda r, step=step: model(data(r, step, 3, 4), *(["left"] if r else [])).sum()
             expected = [o if e is None else e for o, e in zip(before, _expected(model, loss), strict=True)]
             loss(rank).backward()
             assert_same(grads(list(model.parameters())), expected, **tolerance)
             assert_ranks_equal([param.grad for param in model.parameters()])
         model.zero_grad()
-        skipping = lambda r: model(data(r, 9, 3, 4)).sum() if r == 0 else None  # noqa: E731
+        skipping = lambda r: model(data(r, 9, 3, 4)).sum() if r == 0 else None
         with state.round():
             if rank == 0:
                 skipping(0).backward()
@@ -147,7 +154,7 @@ def _power_sgd(rank: int) -> None:
         replicate.state(model).remove()
         return result
 
-    make = lambda: powerSGD_hook.PowerSGDState(  # noqa: E731
+    make = lambda: powerSGD_hook.PowerSGDState(
         dist.group.WORLD, matrix_approximation_rank=1, start_powerSGD_iter=3, min_compression_rate=1.0
     )
     state = make()

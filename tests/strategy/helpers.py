@@ -65,19 +65,21 @@ class Small(LightningModule):
 
 def trainer(strategy: Any = "replicate", **options: Any) -> Trainer:
     """A quiet Trainer on as many CPU processes as there are ranks."""
-    return Trainer(**{
-        "strategy": strategy,
-        "accelerator": "cpu",
-        "devices": dist.get_world_size() if dist.is_initialized() else 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "use_distributed_sampler": False,
-        "limit_val_batches": 0,
-        **options,
-    })
+    return Trainer(
+        **{
+            "strategy": strategy,
+            "accelerator": "cpu",
+            "devices": dist.get_world_size() if dist.is_initialized() else 1,
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "use_distributed_sampler": False,
+            "limit_val_batches": 0,
+            **options,
+        }
+    )
 
 
 def by_hand(
@@ -110,10 +112,12 @@ def by_hand(
                 continue
             made = made if isinstance(made, (list, tuple)) else [made]
             columns = zip(*(local_grads(one, params) for one in made), strict=True)
-            per_rank.append([
-                sum(present[1:], present[0]) if (present := [g for g in column if g is not None]) else None
-                for column in columns
-            ])
+            per_rank.append(
+                [
+                    sum(present[1:], present[0]) if (present := [g for g in column if g is not None]) else None
+                    for column in columns
+                ]
+            )
         mean = mean_of(per_rank, world if over == "world" else None) if per_rank else [None] * len(params)
         for param, grad in zip(params, mean, strict=True):
             param.grad = grad

@@ -134,9 +134,7 @@ def _precision(rank: int) -> None:
 
         class Look(Callback):
             def on_before_optimizer_step(self, t: Any, module: Any, optimizer: Any) -> None:
-                seen.update(  # noqa: B023
-                    grad={param.grad.dtype for param in module.parameters()}, plan=t.strategy.plan()
-                )
+                seen.update(grad={param.grad.dtype for param in module.parameters()}, plan=t.strategy.plan())
 
         trainer(precision=precision, callbacks=[Look()]).fit(model)
         dtype = {"bf16-true": torch.bfloat16, "64-true": torch.float64}.get(precision, torch.float32)
@@ -181,7 +179,7 @@ def test_16_mixed_skips_together(ranks: Ranks) -> None:
     ranks(2, _scaled)
 
 
-# ---- optimization by hand, several optimizers ---------------------------------------------------------------------------
+# ---- optimization by hand, several optimizers -----------------------------------------------------------------------
 
 
 class _Manual(Small):
@@ -288,7 +286,7 @@ def test_r07_r08_games_of_two_optimizers(ranks: Ranks) -> None:
     ranks(2, _games)
 
 
-# ---- models that stock DDP fails ----------------------------------------------------------------------------------------
+# ---- models that stock DDP fails ------------------------------------------------------------------------------------
 
 
 class _Idle(Small):
@@ -340,9 +338,7 @@ def _skipped(rank: int) -> None:
     model = _Skipping("none")
     trainer().fit(model)
     # the average is over the ranks that had a loss
-    reference = by_hand(
-        mlp(4, 5, 2), lambda m, r, step: None if _skips(r, step) else _loss(m, r, step), 6, world=WORLD
-    )
+    reference = by_hand(mlp(4, 5, 2), lambda m, r, step: None if _skips(r, step) else _loss(m, r, step), 6, world=WORLD)
     assert_trained_like(model, reference)
 
     model = _Skipping("zero")
@@ -413,7 +409,7 @@ def _finetuning(rank: int) -> None:
     assert_ranks_equal(list(model.parameters()))
 
     reference = _Finetuned()
-    loss = lambda m, r, step: m.loss(data(r, step % 4, 3, 4))  # noqa: E731
+    loss = lambda m, r, step: m.loss(data(r, step % 4, 3, 4))
     rates = {id(p): 0.1 for p in reference.parameters()}
     for epoch in range(3):
         for step in range(4):
@@ -466,7 +462,7 @@ class _Replaced(Small):
 
 
 def _replaced(rank: int) -> None:
-    with pytest.raises(ValueError, match=r"1 trainable parameters.*shape \(5, 4\) that is not, or no longer, in the mod"):
+    with pytest.raises(ValueError, match=r"1 trainable parameters.*shape \(5, 4\) that is not, or no longer, in"):
         trainer().fit(_Replaced())
 
 
@@ -474,7 +470,7 @@ def test_r17_a_parameter_replaced_behind_the_optimizers_back(ranks: Ranks) -> No
     ranks(2, _replaced)
 
 
-# ---- what is replicated -----------------------------------------------------------------------------------------------
+# ---- what is replicated ---------------------------------------------------------------------------------------------
 
 
 class _Parts(LightningModule):
@@ -562,7 +558,7 @@ def test_r47_marks_set_by_hand(ranks: Ranks) -> None:
     ranks(2, _by_hand)
 
 
-# ---- the rest of Lightning ----------------------------------------------------------------------------------------------
+# ---- the rest of Lightning ------------------------------------------------------------------------------------------
 
 
 class _Normalized(Small):
@@ -710,6 +706,12 @@ def _wrong_size(rank: int) -> None:
 
         def global_rank(self) -> int:
             return rank
+
+        def local_rank(self) -> int:
+            return rank
+
+        def world_size(self) -> int:
+            return WORLD
 
         def validate_settings(self, num_devices: int, num_nodes: int) -> None:
             """Lightning's own check, where there is one, comes first."""

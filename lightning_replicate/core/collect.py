@@ -1,0 +1,93 @@
+"""Which modules and parameters a ``replicate()`` call manages, and who owns a parameter."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from lightning_replicate import _private
+from lightning_replicate.core.bucket import Slot
+from lightning_replicate.core.marks import FUNCTION_NAME
+
+slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+"""All slots by the id of their parameter, which a slot keeps alive."""
+
+
+def slot_of(param: torch.Tensor) -> Slot | None:
+    """The slot that averages this parameter, or ``None``."""
+    return slots.get(id(param))
+
+
+def managed_modules(root: nn.Module, prefix: str, ignored: Iterable[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Walks the modules that a ``replicate()`` call on ``root`` manages, each once, with its name.
+
+    Leaves out ignored subtrees, and those that another composable function owns: a child of its own ``replicate()``
+    call, or one sharded by ``fully_shard``.
+    """
+    seen = set(ignored)
+
+    def walk(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if module in seen:
+            return
+        seen.add(module)
+        yield name, module
+        for key, child in _private.children_of(module).items():
+            if child is not None and not _private.composable_registry(child).keys() & {FUNCTION_NAME, "fully_shard"}:
+                yield from walk(child, f"{name}.{key}" if name else key)
+
+    yield from walk(root, prefix)
+
+
+def collect(
+    roots: Sequence[nn.Module],
+    prefixes: Sequence[str],
+    ignored_modules: Sequence[nn.Module],
+    ignored_params: Sequence[nn.Parameter],
+) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of this call: each once, and none that a call on another module already averages.
+
+    A parameter of a call on a parent is taken over: the innermost call owns it.
+    """
+    taken: set[nn.Parameter] = set(ignored_params)
+    taken.update(param for module in ignored_modules for param in module.parameters())
+    found = []
+    for root, prefix in zip(roots, prefixes, strict=True):
+        for name, module in managed_modules(root, prefix, ignored_modules):
+            for key, param in _private.parameters_of(module).items():
+                if param is None or param in taken:
+                    continue
+                taken.add(param)
+                slot = slot_of(param)
+                if slot is None or _lies_inside(root, slot.reducer.owner.modules):
+                    found.append((f"{name}.{key}" if name else key, param))
+    return found
+
+
+def _lies_inside(module: nn.Module, parents: Iterable[nn.Module]) -> bool:
+    return any(child is module for parent in parents for child in parent.modules())
+
+
+def validate_parameters(params: Iterable[tuple[str, nn.Parameter]], modules: Sequence[nn.Module]) -> None:
+    """Checks that parameters are of a kind that can be replicated.
+
+    Raises:
+        ValueError: If one is uninitialized (a lazy module) or a DTensor.
+    """
+    from torch.distributed.tensor import DTensor
+
+    for name, param in params:
+        if nn.parameter.is_lazy(param):
+            raise ValueError(
+                f"Parameter {name!r} is not initialized yet (a lazy module). Run a forward with a sample batch before"
+                f" replicate(), on every rank."
+            )
+        if isinstance(param, DTensor):
+            owners = ", ".join(type(module).__name__ for module in modules)
+            raise ValueError(
+                f"Parameter {name!r} is a DTensor: a parent of it was sharded with `fully_shard`, or it is tensor-"
+                f"parallel, and so it cannot be replicated by replicate() on {owners}. Call replicate() on the child"
+                f" before `fully_shard` on its parent, or leave it out with `ignored_modules`."
+            )
