@@ -190,7 +190,7 @@ def _branches_grid(rank: int) -> None:
         _branches(rank, pattern)
 
 
-def test_r01_r05_t01_t16_d31_to_d37_idle_layers_and_branches(ranks: Ranks) -> None:
+def test_r01_r05_t01_t16_t42_d31_to_d37_idle_layers_and_branches(ranks: Ranks) -> None:
     """No flag, no hang: a layer idle on some ranks gets the mean with zeros, one idle everywhere keeps its ``None``."""
     ranks(2, _branches_grid)
 
@@ -291,7 +291,7 @@ def _uses(rank: int) -> None:
     assert state.last_round is not None
 
 
-def test_r14_d20_d21_d24_any_use_of_a_parameter_is_reduced(ranks: Ranks) -> None:
+def test_r14_t17_d20_d21_d24_any_use_of_a_parameter_is_reduced(ranks: Ranks) -> None:
     ranks(2, _uses)
 
 
@@ -380,6 +380,54 @@ def _ignoring_create_graph_warning(rank: int) -> None:
         _second_order(rank)
 
 
+def _odd_outputs(rank: int) -> None:
+    class Cut(torch.autograd.Function):
+        """Gives nothing back to its input."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> None:
+            return None
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.cut = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.carried = torch.zeros(4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            carried = torch.ones(4)  # made anew, and fed back next time
+            out = self.used(x + self.carried) + Cut.apply(self.cut(x))
+            self.carried = carried
+            return out, carried, x.detach()
+
+    model = seeded(Model, 0)
+    replicate(model)
+    for step in range(3):
+        model.zero_grad()
+        carried = model.carried
+
+        def loss(r: int, step: int = step, carried: torch.Tensor = carried) -> torch.Tensor:
+            model.carried = carried
+            return model(data(r, step, 3, 4))[0].pow(2).sum()
+
+        expected = _expect_mean(model, loss)
+        out, made, detached = model(data(rank, step, 3, 4))
+        model.carried = carried
+        assert not made.requires_grad
+        assert not detached.requires_grad
+        loss(rank).backward()
+        assert model.cut.weight.grad is None  # an undefined gradient is none
+        _check(model, expected)
+
+
+def test_d23_d35_outputs_without_gradients_and_undefined_gradients(ranks: Ranks) -> None:
+    ranks(2, _odd_outputs)
+
+
 def _functional_call(rank: int) -> None:
     model = mlp(4, 5, 2)
     replicate(model)
@@ -437,9 +485,9 @@ def test_d26_the_users_own_hooks_keep_working(ranks: Ranks) -> None:
 def _no_gradients(rank: int) -> None:
     model = mlp(4, 5, 2)
     state = replicate.state(replicate(model))
-    with torch.no_grad():
-        model(data(rank, 0, 3, 4))
-    if rank == 0:  # forward never communicates, so one rank may evaluate alone
+    if rank == 0:  # forward never communicates, so one rank may go first, or evaluate alone
+        with torch.no_grad():
+            model(data(rank, 0, 3, 4))
         model.eval()
         model(data(rank, 1, 3, 4))
         with torch.inference_mode():
@@ -451,7 +499,7 @@ def _no_gradients(rank: int) -> None:
     _check(model, _expect_mean(model, lambda r: model(data(r, 2, 3, 4)).sum()))
 
 
-def test_t47_d25_forward_never_communicates(ranks: Ranks) -> None:
+def test_t35_t47_d25_forward_never_communicates(ranks: Ranks) -> None:
     ranks(2, _no_gradients)
 
 
