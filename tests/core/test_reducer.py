@@ -415,7 +415,7 @@ def _odd_outputs(rank: int) -> None:
             return model(data(r, step, 3, 4))[0].pow(2).sum()
 
         expected = _expect_mean(model, loss)
-        out, made, detached = model(data(rank, step, 3, 4))
+        _, made, detached = model(data(rank, step, 3, 4))
         model.carried = carried
         assert not made.requires_grad
         assert not detached.requires_grad
