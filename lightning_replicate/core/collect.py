@@ -74,7 +74,7 @@ def validate_parameters(params: Iterable[tuple[str, nn.Parameter]], modules: Seq
     """Checks that parameters are of a kind that can be replicated.
 
     Raises:
-        ValueError: If one is uninitialized (a lazy module) or a DTensor.
+        ValueError: If one is uninitialized (a lazy module), on the meta device, or a DTensor.
     """
     from torch.distributed.tensor import DTensor
 
@@ -83,6 +83,11 @@ def validate_parameters(params: Iterable[tuple[str, nn.Parameter]], modules: Seq
             raise ValueError(
                 f"Parameter {name!r} is not initialized yet (a lazy module). Run a forward with a sample batch before"
                 f" replicate(), on every rank."
+            )
+        if param.is_meta:
+            raise ValueError(
+                f"Parameter {name!r} is on the meta device and holds no values. Give the module memory first"
+                f" (`module.to_empty(device=...)`, then its initialization)."
             )
         if isinstance(param, DTensor):
             owners = ", ".join(type(module).__name__ for module in modules)

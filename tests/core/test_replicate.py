@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_replicate import ReplicateError, replicate
+from lightning_replicate.core.api import Options
 from tests.core.helpers import Branches, assert_ranks_equal, assert_same, data, grads, local_grads, mean_of, mlp, seeded
 from tests.ranks import Ranks
 
@@ -146,6 +147,7 @@ def _bad_arguments(rank: int) -> None:
         ),
         (ValueError, "must have one dimension", lambda: replicate(model, mesh=mesh)),
         (ValueError, "not initialized yet.*sample batch", lambda: replicate(nn.LazyLinear(3))),
+        (ValueError, "'weight' is on the meta device", lambda: replicate(nn.Linear(2, 2, device="meta"))),
     ]
     for error, message, call in cases:
         with pytest.raises(error, match=message):
@@ -160,6 +162,31 @@ def _bad_arguments(rank: int) -> None:
 
 def test_d2_d5_k4_bad_arguments_get_a_clear_error(ranks: Ranks) -> None:
     ranks(2, _bad_arguments)
+
+
+def _registry(rank: int) -> None:
+    from torch.distributed._composable.contract import _get_registry
+
+    model = mlp(4, 5, 2)
+    names = [list(model.state_dict()), [n for n, _ in model.named_modules()], [n for n, _ in model.named_buffers()]]
+    replicate(model)
+    assert list(_get_registry(model) or ()) == ["replicate"]
+    assert all(_get_registry(child) is None for child in model)
+    after = [list(model.state_dict()), [n for n, _ in model.named_modules()], [n for n, _ in model.named_buffers()]]
+    assert after == names
+    replicate.state(model).remove()
+    assert _get_registry(model) is None
+
+
+def test_k1_k2_k4_torchs_registry_of_composable_functions(ranks: Ranks) -> None:
+    ranks(2, _registry)
+
+
+def test_d55_default_bucket_sizes() -> None:
+    mib = 1024 * 1024
+    assert Options().bucket_caps == (mib, 25 * mib)
+    assert Options(bucket_cap_mb=0.5).bucket_caps == (mib // 2, mib // 2)
+    assert Options(bucket_cap_mb=1e-9).bucket_caps == (1, 1)
 
 
 def _zero_features(rank: int) -> None:
