@@ -183,6 +183,15 @@ def foreach_zero(tensors: list[torch.Tensor]) -> None:
     torch._foreach_zero_(tensors)
 
 
+def has_optimizer_in_backward(param: torch.Tensor) -> bool:
+    """Whether torch's ``_apply_optimizer_in_backward`` was applied to the parameter.
+
+    Reason: such an optimizer steps with the local gradient, before the average is there, and torch's only sign of it is
+    this attribute. Without it ranks would drift apart without a word.
+    """
+    return hasattr(param, "_in_backward_optimizers")
+
+
 def materialize(module: nn.Module, device: torch.device) -> None:
     """Gives memory and first values to a module that was built on the meta device.
 

@@ -1,7 +1,8 @@
 """The lower floor: data-parallel replication for plain torch. Nothing here knows Lightning.
 
-Read in this order: ``api`` (plain types), ``layout`` (parameters to buckets), ``bucket`` (one flat buffer),
-``wire`` (how it travels), ``agreement`` (what ranks must agree on), ``reducer`` (one group's round), ``channel`` (all
-groups of one process group), ``buffers``, ``marks`` (what sits on a module),
-``collect`` (which parameters a call manages), ``state`` (one ``replicate()`` call) and ``replicate`` (the entry point).
+Read in this order: ``api`` (plain types), ``layout`` (parameters to buckets), ``bucket`` (one flat buffer), ``sparse``
+(a sparse gradient instead), ``wire`` (how it travels), ``agreement`` (what ranks must agree on), ``group`` (parameters
+and their agreed layout), ``reducer`` (one group's round), ``channel`` (all groups of one process group), ``buffers``,
+``marks`` (what sits on a module), ``collect`` (which parameters a call manages), ``state`` (one ``replicate()`` call)
+and ``replicate`` (the entry point).
 """

@@ -133,3 +133,16 @@ def union(flags: Sequence[bool], control: dist.ProcessGroup) -> list[bool]:
     message = torch.tensor(list(flags), dtype=torch.uint8)
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=control)
     return [bool(flag) for flag in message.tolist()]
+
+
+def gather_flags(flags: Sequence[bool], control: dist.ProcessGroup) -> list[list[bool]]:
+    """All ranks' flags, rank by rank.
+
+    Args:
+        flags: This rank's flags; as many on every rank.
+        control: A group on which CPU tensors travel.
+    """
+    message = torch.tensor(list(flags), dtype=torch.uint8)
+    gathered = [torch.empty_like(message) for _ in range(dist.get_world_size(control))]
+    dist.all_gather(gathered, message, group=control)
+    return [[bool(flag) for flag in theirs.tolist()] for theirs in gathered]

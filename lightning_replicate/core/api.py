@@ -35,6 +35,7 @@ class Options:
         comm_hook: DDP communication hook ``hook(state, bucket) -> Future``, or ``None``.
         comm_hook_state: First argument of ``comm_hook``.
         buffers: Which buffers follow rank 0, and when.
+        strict_unused: Whether a parameter without a gradient is an error.
     """
 
     bucket_cap_mb: float = 25.0
@@ -43,6 +44,7 @@ class Options:
     comm_hook: Callable[..., Any] | None = None
     comm_hook_state: Any = None
     buffers: BufferChoice = "auto"
+    strict_unused: bool = False
 
     def __post_init__(self) -> None:
         cap = self.bucket_cap_mb

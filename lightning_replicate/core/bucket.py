@@ -1,16 +1,16 @@
 """One bucket: a flat buffer that holds the gradients of some parameters, and flags that say who contributed.
 
-The buffer is ``[gradients | one flag a parameter | weight | signal]``. A flag is 1 where this rank has a gradient; the
-weight says how much this rank counts in the average; the signal asks all ranks for a new layout after the round. All of
-it is summed over ranks in one collective. Where the wire is lossy, the part behind the gradients (the *tail*) is a
-tensor of its own and travels apart.
+The buffer is ``[gradients | one flag a parameter | weight | signal | abort]``. A flag is 1 where this rank has a
+gradient; the weight says how much this rank counts in the average; the signal asks all ranks for a new layout after the
+round; abort tells them that this rank gave the round up. All of it is summed over ranks in one collective. Where the
+wire is lossy, the part behind the gradients (the *tail*) is a tensor of its own and travels apart.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,9 +22,20 @@ if TYPE_CHECKING:
     from lightning_replicate.core.reducer import Reducer
 
 # Below this mean number of elements a parameter, one batched copy and one multiplication of the whole buffer beat a
-# scaling copy for each parameter (measured; see CONTRIBUTING.md, "Benchmarks").
+# scaling copy for each parameter.
 _BATCHED_COPY_BELOW = 16384
-_TAIL_EXTRA = 2  # weight, signal
+
+
+class Totals(NamedTuple):
+    """What a bucket's tail says besides flags, summed over ranks."""
+
+    weight: float = 0.0
+    signal: float = 0.0
+    abort: float = 0.0
+
+
+_TAIL_EXTRA = len(Totals._fields)
+_WEIGHT = -_TAIL_EXTRA
 
 
 class Slot:
@@ -33,22 +44,24 @@ class Slot:
     Attributes:
         name: Full name, for reports.
         param: The parameter.
-        reducer: The group that averages it.
+        number: Its number within the group, never used again.
         bucket: Its bucket in the agreed layout; ``None`` if it is not in the layout.
         view: Its gradient in the bucket's buffer; ``None`` until the buffer is allocated.
         address: Where ``view`` starts in memory.
+        shape: Shape and strides for which it has its place in the layout.
         used: Whether it received a gradient since the last round.
         stale: Whether the parameter no longer fits its place (other data type, device or shape).
-        hooks: Handles of the hooks on the parameter; empty while it was never trainable.
-        number: Its number within the group, never used again.
+        sparse: Whether its gradients are sparse.
+        base: The gradient of earlier rounds, where that is kept apart.
         node: The autograd node that accumulates its gradient, where that one is hooked, too.
-        shape: Shape and strides for which it has its place in the layout.
+        hooks: Handles of the hooks on the parameter; empty while it was never trainable.
     """
 
     __slots__ = (
         "__weakref__",
         "_reducer",
         "address",
+        "base",
         "bucket",
         "hooks",
         "name",
@@ -56,6 +69,7 @@ class Slot:
         "number",
         "param",
         "shape",
+        "sparse",
         "stale",
         "used",
         "view",
@@ -65,21 +79,36 @@ class Slot:
         self.name = name
         self.param = param
         self._reducer = weakref.ref(reducer)
-        self.bucket: Bucket | None = None
+        self.bucket: Any = None  # Bucket or SparseBucket
         self.view: torch.Tensor | None = None
         self.address = 0
         self.number = -1
         self.used = False
         self.stale = False
+        self.sparse = False
+        self.base: torch.Tensor | None = None
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.node: torch.autograd.graph.Node | None = None
         self.shape: tuple[torch.Size, tuple[int, ...]] | None = None
 
     @property
     def reducer(self) -> Reducer:
+        """The group that averages the parameter."""
         reducer = self._reducer()
         assert reducer is not None, "a slot does not outlive its reducer"
         return reducer
+
+    def place(self, bucket: Any) -> None:
+        """Gives the slot its place in a layout."""
+        self.bucket = bucket
+        self.view = None
+        self.stale = False
+        self.shape = (self.param.shape, self.param.stride())
+
+    def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the parameter, as it is now, still fits its place in a bucket of this kind."""
+        param = self.param
+        return param.dtype == dtype and param.device == device and self.shape == (param.shape, param.stride())
 
     def unhook(self) -> None:
         """Takes the hooks off the parameter."""
@@ -105,7 +134,7 @@ class Bucket:
         missing: Trainable parameters that have not received their gradient in this round; never zero for a bucket
             in which nothing is trainable.
         launched: Whether it left in this round.
-        absent: Slots for which this rank had no gradient, each with its old gradient if the buffer held it.
+        absent: Slots for which this rank had no gradient, each with its old gradient if that must be put back.
     """
 
     def __init__(self, index: int, slots: Sequence[Slot], *, tail_apart: bool) -> None:
@@ -117,29 +146,19 @@ class Bucket:
         self.missing = 0
         self.launched = False
         self.absent: list[tuple[Slot, torch.Tensor | None]] = []
-        self._numels = [slot.param.numel() for slot in slots]
-        self._layout = flat_layout(self._numels, first.element_size())
-        self._batched = sum(self._numels) < _BATCHED_COPY_BELOW * len(slots)
+        numels = [slot.param.numel() for slot in slots]
+        self._layout = flat_layout(numels, first.element_size())
+        self._batched = sum(numels) < _BATCHED_COPY_BELOW * len(slots)
         self._tail_apart = tail_apart
         self._flat: torch.Tensor | None = None
         self._tail: torch.Tensor | None = None
         self._tail_if_full: torch.Tensor | None = None
         for slot in slots:
-            slot.bucket = self
-            slot.view = None
-            slot.stale = False
-            slot.shape = (slot.param.shape, slot.param.stride())
+            slot.place(self)
 
     def holds(self, slot: Slot) -> bool:
         """Whether the slot's parameter, as it is now, still fits its place."""
-        param = slot.param
-        same = param.dtype == self.dtype and param.device == self.device
-        return same and slot.shape == (param.shape, param.stride())
-
-    @property
-    def numel(self) -> int:
-        """Elements of all gradients, without padding."""
-        return sum(self._numels)
+        return slot.fits(self.dtype, self.device)
 
     @property
     def flat(self) -> torch.Tensor:
@@ -156,7 +175,7 @@ class Bucket:
 
     @property
     def tail(self) -> torch.Tensor:
-        """``[flags | weight | signal]``, part of :attr:`flat` unless it travels apart."""
+        """``[flags | weight | signal | abort]``, part of :attr:`flat` unless it travels apart."""
         if self._tail is None:
             self._allocate()
         assert self._tail is not None
@@ -172,7 +191,7 @@ class Bucket:
             self._flat = torch.zeros(payload + tail_numel, dtype=self.dtype, device=self.device)
             self._tail = self._flat[payload:]
         self._tail_if_full = torch.ones_like(self._tail)
-        self._tail_if_full[-1] = 0
+        self._tail_if_full[_WEIGHT + 1 :] = 0
         for slot, offset in zip(self.slots, self._layout.offsets, strict=True):
             slot.view = view_like(self._flat, offset, slot.param)
             slot.address = slot.view.data_ptr()
@@ -190,22 +209,24 @@ class Bucket:
             self.missing = sum(slot.param.requires_grad and not slot.stale for slot in self.slots) or -1
 
     @torch.no_grad()
-    def fill(self, scale: float, weight: float, signal: bool) -> None:
+    def fill(self, scale: float, weight: float, *, signal: bool, abort: bool, add_up: bool) -> bool:
         """Puts this rank's contribution into the buffer and makes the gradients views of it.
-
-        What a parameter contributes is its whole ``.grad``, earlier rounds included: those parts are the same on all
-        ranks, and their mean is themselves.
 
         Args:
             scale: Factor for the gradients.
             weight: How much this rank counts; with 0 it contributes zeros.
             signal: Whether this rank asks for a new layout.
+            abort: Whether this rank gives the round up.
+            add_up: Whether the gradients of earlier rounds are kept apart and added to the result. If not, what a
+                parameter contributes is its whole ``.grad``, earlier rounds included: those parts are the same on all
+                ranks, and their mean is themselves.
 
-        Raises:
-            NotImplementedError: If a gradient is sparse.
+        Returns:
+            Whether a gradient turned out to be sparse: it has no place here, and its slot is stale from now on.
         """
         payload = self.payload
         self.absent = []
+        found_sparse = False
         copies: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         present: list[torch.Tensor] = []
@@ -216,29 +237,30 @@ class Bucket:
             if view.data_ptr() != slot.address:
                 # `Module.half()` and the like put new memory under a gradient and keep the object
                 view = self._renew_view(slot)
+            if grad is not None and grad.layout is not torch.strided and not slot.stale:
+                slot.sparse = slot.stale = found_sparse = True
             if grad is None or slot.stale:
+                self._require_nobody_took(slot)
                 self.absent.append((slot, None))
+                empty.append(view)
+            elif not slot.used and add_up:
+                self.absent.append((slot, grad.clone() if grad is view else grad))
                 empty.append(view)
             elif grad is view:
                 if not slot.used:
                     self.absent.append((slot, view.clone()))
                 present.append(view)
             else:
-                if grad.layout is not torch.strided:
-                    raise NotImplementedError(
-                        f"The gradient of {slot.name!r} is sparse ({grad.layout}), which is not supported. Use"
-                        f" `sparse=False` in its module, or leave the module out of replicate()."
-                    )
                 if slot.used:
                     slot.param.grad = view
                 else:
                     self.absent.append((slot, None))
                 copies.append(grad)
                 targets.append(view)
-        self._write_tail(weight, signal)
+        self._write_tail(weight, signal or found_sparse, abort)
         if weight == 0:
             payload.zero_()
-            return
+            return found_sparse
         if empty:
             _private.foreach_zero(empty)
         if self._batched or scale == 1.0:
@@ -246,41 +268,59 @@ class Bucket:
                 _private.foreach_copy(targets, copies)
             if scale != 1.0:
                 payload.mul_(scale)
-            return
+            return found_sparse
         for grad, view in zip(copies, targets, strict=True):
             torch.mul(grad, scale, out=view)
         for view in present:
             view.mul_(scale)
+        return found_sparse
+
+    @staticmethod
+    def _require_nobody_took(slot: Slot) -> None:
+        """An optimizer that runs in backward has used up the local gradient: ranks would drift apart."""
+        if slot.used and slot.param.grad is None and _private.has_optimizer_in_backward(slot.param):
+            raise NotImplementedError(
+                f"Parameter {slot.name!r} has an optimizer that runs in backward, which steps before gradients are"
+                f" averaged. Step the optimizer after backward, or leave the parameter out of replicate()."
+            )
 
     def _renew_view(self, slot: Slot) -> torch.Tensor:
         offset = self._layout.offsets[self.slots.index(slot)]
         slot.view = view_like(self.flat, offset, slot.param)
         return slot.view
 
-    def _write_tail(self, weight: float, signal: bool) -> None:
-        if not self.absent and weight == 1.0 and not signal:
-            tail = self.tail  # allocates all three
+    def _write_tail(self, weight: float, signal: bool, abort: bool) -> None:
+        tail = self.tail  # allocates
+        if not self.absent and weight == 1.0 and not signal and not abort:
             assert self._tail_if_full is not None
             tail.copy_(self._tail_if_full)
             return
         absent = {slot for slot, _ in self.absent}
         values = [0.0 if slot in absent else 1.0 for slot in self.slots]
-        tail = torch.tensor([*values, weight, float(signal)], dtype=self.tail.dtype)
-        self.tail.copy_(tail, non_blocking=True)
+        numbers = torch.tensor([*values, weight, float(signal), float(abort)], dtype=tail.dtype)
+        tail.copy_(numbers, non_blocking=True)
 
     @torch.no_grad()
-    def settle(self) -> list[Slot]:
+    def settle(self, add_up: bool) -> list[Slot]:
         """After the reduction: decides what the parameters get for which this rank had no gradient.
 
         Reads the flags from the device only if there is such a parameter.
+
+        Args:
+            add_up: Whether the gradients of earlier rounds were kept apart; see :meth:`fill`.
 
         Returns:
             The slots for which this rank had no gradient.
         """
         self.launched = False
+        if add_up:
+            for slot in self.slots:
+                if slot.base is not None and slot.view is not None and not slot.stale:
+                    slot.view.add_(slot.base)
+                    slot.base = None
         if not self.absent:
             return []
-        flags = self.read_tail()
+        flags = self._read()
         absent = dict(self.absent)
         for slot, flag in zip(self.slots, flags, strict=False):
             if slot not in absent or slot.stale:
@@ -288,14 +328,25 @@ class Bucket:
             view, old = slot.view, absent[slot]
             assert view is not None
             if flag > 0:
+                if add_up and old is not None:
+                    view.add_(old)
                 slot.param.grad = view
-            elif old is not None:
+            elif old is not None and slot.param.grad is view:
                 view.copy_(old)
         self.absent = []
         return list(absent)
 
-    def read_tail(self) -> list[float]:
-        """The summed tail as numbers. Waits for the device."""
+    def read_totals(self) -> Totals:
+        """The sums over ranks of weight, signal and abort. Waits for the device."""
+        return Totals(*self._read()[_WEIGHT:])
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The sum of the ranks' weights, without waiting for the device."""
+        weight = self.tail[_WEIGHT]
+        return weight.real if weight.is_complex() else weight
+
+    def _read(self) -> list[float]:
         tail = self.tail
         return (tail.real if tail.is_complex() else tail).tolist()
 

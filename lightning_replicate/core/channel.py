@@ -25,6 +25,7 @@ from lightning_replicate.core.api import ReplicateError
 if TYPE_CHECKING:
     from lightning_replicate.core.bucket import Bucket
     from lightning_replicate.core.reducer import Reducer
+    from lightning_replicate.core.sparse import SparseBucket
 
 _channels: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()
 
@@ -59,9 +60,11 @@ class Channel:
         self.nested = False
         self.closed_rounds = 0
         self._root: int | None = None
+        self._counted: int | None = None
+        self._given_up = False  # the last round was given up, by another rank
         self._reducers: dict[int, weakref.ref[Reducer]] = {}
         self._made = 0
-        self._queue: list[tuple[Reducer, Bucket]] = []
+        self._queue: list[tuple[Reducer, Bucket | SparseBucket]] = []
         self._cursor = 0
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._touched: frozenset[int] = frozenset()
@@ -115,14 +118,20 @@ class Channel:
         self.nested = node is not None
         if node is not None:
             self._await_outer_task(node)
-        elif self._root is None:
-            self._open(task)
-        elif self._root != task:
+            return
+        if self._root is not None and self._root != task:
             self.task = None
             raise ReplicateError(
                 f"A backward on rank {self.rank} did not finish, so its gradients were not averaged. After an"
-                f" exception in backward call `replicate.state(module).reset()` on every rank before the next one."
+                f" exception in backward call `replicate.state(module).reset()` before the next one."
             )
+        if self._counted != task:
+            self._counted = task
+            for reducer in self._live():
+                reducer.note_backward()
+        if self._root is None and self._open():
+            self._root = task
+            _private.queue_backward_callback(self._end_of_backward)
 
     def _await_outer_task(self, node: torch.autograd.graph.Node) -> None:
         """Gets called again from the task that surrounds this one: the end of that one closes the round.
@@ -139,18 +148,18 @@ class Channel:
             if following is not None:
                 self._handles.append(following.register_prehook(enter))
 
-    def _open(self, task: int | None, weight: float = 1.0) -> bool:
+    def _open(self, *, abort: bool = False) -> bool:
         """Opens a round unless no group wants one."""
         reducers = self._live()
         if not any(reducer.requires_sync for reducer in reducers):
             return False
+        self._given_up = False
         for reducer in reducers:
-            reducer.begin(weight)
+            reducer.begin(abort=abort)
+        if len(self._reducers) == 1:  # with several groups, a message at the end says who gave up
+            reducers[0].hold_last()
         self._queue = [(reducer, bucket) for reducer in reducers if reducer.requires_sync for bucket in reducer.buckets]
         self._cursor = 0
-        if task is not None:
-            self._root = task
-            _private.queue_backward_callback(self._end_of_backward)
         return True
 
     def advance(self) -> None:
@@ -175,42 +184,74 @@ class Channel:
             return
         self._close()
 
-    def _close(self) -> None:
-        """Sends what has not left, waits, and hands out the averages. On an exception the round stays open."""
+    def _close(self, *, abort: bool = False) -> None:
+        """Sends what has not left, waits, and hands out the averages. On another exception the round stays open.
+
+        Args:
+            abort: Whether this rank gives the round up.
+
+        Raises:
+            ReplicateError: If another rank gave the round up, or a collective failed, or ranks disagree.
+        """
         with torch.profiler.record_function("replicate::close"):
-            touched = self._agree_on_touched()
+            touched, given_up = self._agree_on_touched(abort)
             for reducer in touched:
                 reducer.flush()
             for reducer in touched:
-                reducer.finish()
+                given_up = reducer.finish() or given_up
+        for reducer in self._live():
+            if not reducer.dirty:  # its window ends with everybody's
+                reducer.forget_window()
         numbers = frozenset(reducer.index for reducer in touched)
         self._followed_by[self._touched] = numbers
         self._touched = numbers
         self.closed_rounds += 1
         self._forget_task()
+        if given_up:
+            self._report_given_up(abort)
+            return
+        for reducer in touched:
+            complaint = reducer.complain_of_unused()
+            if complaint is not None:
+                raise ReplicateError(complaint)
 
-    def _agree_on_touched(self) -> list[Reducer]:
+    def _report_given_up(self, by_this_rank: bool) -> None:
+        table = agreement.gather_flags([by_this_rank], self.control)
+        if by_this_rank:
+            return
+        self._given_up = True
+        ranks = ", ".join(str(rank) for rank, (gave_up,) in enumerate(table) if gave_up)
+        raise ReplicateError(
+            f"Rank {ranks} of this process group gave the round up, after an exception or with a loss that has no"
+            f" gradient; the gradients of rank {self.rank} are not averages. Set them to None before the next step."
+        )
+
+    def _agree_on_touched(self, abort: bool) -> tuple[list[Reducer], bool]:
+        """The groups that any rank touched, and whether any rank gives up (with one group, its tail says so)."""
         reducers = self._live()
         if len(self._reducers) == 1:
-            return reducers
+            return reducers, abort
         flags = [False] * self._made
         for reducer in reducers:
             flags[reducer.index] = reducer.requires_sync and reducer.dirty
-        touched = agreement.union(flags, self.control)
+        *touched, given_up = agreement.union([*flags, abort], self.control)
         gone = [number for number in self._reducers if touched[number] and self._reducers[number]() is None]
         if gone:
             raise ReplicateError(f"Rank {self.rank} no longer has a replicated module that other ranks still train.")
-        return [reducer for reducer in reducers if touched[reducer.index]]
+        return [reducer for reducer in reducers if touched[reducer.index]], given_up
 
-    def close_without_backward(self, weight: float) -> None:
+    def close_without_backward(self, *, took_part: bool) -> None:
         """Takes part in a round in which this rank had no backward, or one that reached no parameter.
 
         Args:
-            weight: How much this rank counts in the average.
+            took_part: Whether this rank counts in the average.
         """
         if self._root is not None:
             raise ReplicateError(f"The round of rank {self.rank} is still open: its backward has not ended.")
-        if self._open(None, weight):
+        if took_part:
+            for reducer in self._live():
+                reducer.note_backward()
+        if self._open():
             self._close()
 
     def _forget_task(self) -> None:
@@ -222,7 +263,20 @@ class Channel:
         self._handles.clear()
 
     def reset(self) -> None:
-        """Drops the round that an exception left open. Local: call it on every rank."""
+        """Takes the place of a backward that failed: closes its round, and tells the other ranks that it is void.
+
+        A rank whose round was given up by another one has nothing left to do.
+        """
+        if self._given_up:
+            self._given_up = False
+            return
+        if self._root is None:
+            self.task = None
+            if not self._open(abort=True):
+                return
         for reducer in self._live():
-            reducer.abandon()
-        self._forget_task()
+            reducer.give_up()
+        self._root = None
+        self._close(abort=True)
+        for reducer in self._live():
+            reducer.forget_window()

@@ -74,7 +74,8 @@ def validate_parameters(params: Iterable[tuple[str, nn.Parameter]], modules: Seq
     """Checks that parameters are of a kind that can be replicated.
 
     Raises:
-        ValueError: If one is uninitialized (a lazy module), on the meta device, or a DTensor.
+        ValueError: If one is uninitialized (a lazy module), on the meta device, a DTensor, or has an optimizer that
+            runs in backward.
     """
     from torch.distributed.tensor import DTensor
 
@@ -83,6 +84,11 @@ def validate_parameters(params: Iterable[tuple[str, nn.Parameter]], modules: Seq
             raise ValueError(
                 f"Parameter {name!r} is not initialized yet (a lazy module). Run a forward with a sample batch before"
                 f" replicate(), on every rank."
+            )
+        if _private.has_optimizer_in_backward(param):
+            raise ValueError(
+                f"Parameter {name!r} has an optimizer that runs in backward, which steps before gradients are averaged."
+                f" Step the optimizer after backward, or leave the parameter out with `ignored_params`."
             )
         if param.is_meta:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""One group: the parameters that reduce together, their buckets, and what one round does with them.
+"""One group's round.
 
 A round is one backward pass. While it runs, gradient hooks count; buckets whose gradients are all there leave in a
 fixed order. When it ends, the rest leaves, in the same order, with zeros where this rank has nothing. So what is sent
@@ -13,41 +13,39 @@ arrived from a nested backward, where a parameter may receive more than once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_replicate import _private
 from lightning_replicate.core import agreement
-from lightning_replicate.core.api import BucketPlan, Options, Plan, ReplicateError, RoundStats
+from lightning_replicate.core.api import Options, ReplicateError, RoundStats
 from lightning_replicate.core.bucket import Bucket, Slot
-from lightning_replicate.core.layout import ParamSpec, assign_buckets
-from lightning_replicate.core.wire import Wire
+from lightning_replicate.core.group import Group
+from lightning_replicate.core.sparse import SparseBucket
+from lightning_replicate.core.wire import Round
 
 if TYPE_CHECKING:
     from lightning_replicate.core.channel import Channel
 
-# A parameter leaves the layout only after it was frozen for this many rounds in a row, so that code which freezes and
-# unfreezes every step (Lightning's `toggle_optimizer`) does not force a new layout every step.
-_FROZEN_ROUNDS = 8
-
 
 class _Tally:
-    """What the gradient hooks of one group note down.
+    """What the gradient hooks of one group note down and need to know.
 
     Hooks sit on tensors, where Python's garbage collector does not see them, so they may hold this and nothing that
     leads back to their parameter.
     """
 
-    __slots__ = ("arrivals", "dirty")
+    __slots__ = ("arrivals", "dirty", "scale")
 
     def __init__(self) -> None:
         self.dirty = False
         self.arrivals: list[int] | None = []  # numbers of slots; None once the order of arrival is agreed
+        self.scale = 1.0  # for gradients as they arrive
 
 
-class Reducer:
+class Reducer(Group):
     """Averages the gradients of one group of parameters.
 
     Args:
@@ -56,35 +54,27 @@ class Reducer:
         owner: Whoever made this group.
 
     Attributes:
-        slots: All managed parameters, frozen ones included, in registration order.
-        buckets: The agreed layout, in launch order.
         requires_sync: Whether backward reduces this group.
+        weight: How much this rank's next losses count, for ``average="weighted"``.
+        rounds: How many rounds this group has closed.
+        last_round: What the last of them sent.
     """
 
     def __init__(self, channel: Channel, options: Options, owner: Any) -> None:
+        super().__init__(channel, options, owner, self._hook_parameter)
         self.channel = channel
-        self.options = options
-        self.owner = owner
-        self.slots: list[Slot] = []
-        self.buckets: list[Bucket] = []
         self.requires_sync = True
-        self.next_weight: float | None = None
+        self.weight = 1.0
+        self.rounds = 0
         self.last_round: RoundStats | None = None
         self.before_round: Callable[[], Any] = lambda: None
         self.after_round: Callable[[], Any] = lambda: None
-        self.rounds = 0
         self._tally = _Tally()
-        self._wire = Wire(channel.gradients, options)
-        self._weight = 1.0
         self._saw_nested = False
-        self._fits = False
-        self._request = False
-        self._seen: tuple[list[bool], list[int]] = ([], [])
-        self._order: list[Slot] = []
-        self._frozen: set[Slot] = set()
-        self._frozen_rounds = 0
-        self._numbered = 0
+        self._window = 0.0  # weight of the backwards since the last round
+        self._said = Round(1.0)
         self._sent = [0, 0, 0, 0]  # bytes, collectives, early, late
+        self._missed: list[Slot] = []
         self.index = channel.add(self)
 
     @property
@@ -92,179 +82,61 @@ class Reducer:
         """Whether a gradient arrived since the last round."""
         return self._tally.dirty
 
-    # ---- parameters -------------------------------------------------------------------------------------------
+    def set_weight(self, weight: float, scale: float = 1.0) -> None:
+        """Sets the weight of this rank's next losses.
 
-    def manage(self, slots: Iterable[Slot]) -> None:
-        """Takes over parameters. They enter the layout when it is next built."""
-        new = list(slots)
-        for slot in new:
-            slot.number = self._numbered
-            self._numbered += 1
-        self.slots.extend(new)
-        self._order = [*reversed(new), *self._order]
-        self._seen = ([], [])
-
-    def drop(self, slots: Iterable[Slot]) -> None:
-        """Lets go of parameters. Their places in the layout stay empty until it is next built."""
-        gone = set(slots)
-        self.slots = [slot for slot in self.slots if slot not in gone]
-        self._order = [slot for slot in self._order if slot not in gone]
-        for slot in gone:
-            slot.stale = True
-            slot.unhook()
-        self._request = self._request or bool(gone)
-        self._seen = ([], [])
-
-    def follow(self) -> None:
-        """Notices what the user did to the parameters since last time: frozen, unfrozen, converted, moved.
-
-        Local and cheap; what it finds is agreed on at the end of the round.
+        Args:
+            weight: Their weight.
+            scale: What undoes a division of the loss that somebody else makes.
         """
-        params = [slot.param for slot in self.slots]
-        seen = ([param.requires_grad for param in params], [param.data_ptr() for param in params])
-        if seen == self._seen:
-            return
-        self._seen = seen
-        fits = len(self.slots) == sum(len(bucket.slots) for bucket in self.buckets)
-        for slot, trainable in zip(self.slots, seen[0], strict=True):
-            if trainable:
-                self._hook(slot)
-            if slot.bucket is not None:
-                slot.stale = not slot.bucket.holds(slot)
-            fits = fits and trainable and slot.bucket is not None and not slot.stale
-            if trainable and (slot.bucket is None or slot.stale):
-                self._request = True
-        self._fits = fits
+        self.weight = weight
+        self._tally.scale = weight * scale
 
-    def _hook(self, slot: Slot) -> None:
+    def set_divide_factor(self, factor: float | None) -> None:
+        """Sets what sums are divided by; ``None`` follows ``average``."""
+        self.wire.divide_factor = factor
+        self.look_again()
+
+    def _hook_parameter(self, slot: Slot) -> None:
         if not slot.hooks:
-            slot.hooks.append(
-                slot.param.register_post_accumulate_grad_hook(_gradient_hook(slot, self._tally, self.channel))
-            )
-        scale = self._wire.gradient_scale
-        if scale != 1.0:
+            hook = _gradient_hook(slot, self._tally, self.channel)
+            slot.hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
+        if self.wire.adds_up:
             # on the node, since a hook on the tensor would also change what `torch.autograd.grad` returns; torch makes
             # a new node when the parameter is converted
             node = torch.autograd.graph.get_gradient_edge(slot.param).node
             if node is not slot.node:
                 slot.node = node
-                slot.hooks.append(node.register_prehook(lambda grads: tuple(g * scale for g in grads)))
+                slot.hooks.append(node.register_prehook(_keep_apart_hook(slot, self._tally)))
 
-    # ---- layout -----------------------------------------------------------------------------------------------
+    # ---- while backward runs ----------------------------------------------------------------------------------
 
-    def agree(self, *, broadcast: bool) -> list[Slot]:
-        """Compares all ranks' parameters, then equalizes those that are new to the layout.
+    def note_backward(self) -> None:
+        """Counts one backward of this rank in the window that the next round closes."""
+        self._window += self.weight if self.options.average == "weighted" else 1.0
 
-        Collective. Builds nothing.
-
-        Args:
-            broadcast: Whether new parameters take the first rank's values.
-
-        Returns:
-            The slots that are not in the layout, or not any more in the right place.
-
-        Raises:
-            ReplicateError: On all ranks, if they hold different parameters.
-        """
-        self.follow()
-        specs = [ParamSpec.of(slot.name, slot.param) for slot in self.slots]
-        members = [slot.name for slot in self._members()]
-        control = self.channel.control
-        agreement.require_same_specs(specs, f"{self._describe_options()}; in the layout: {members}", control)
-        fresh = [slot for slot in self._members() if slot.bucket is None or slot.stale]
-        if broadcast:
-            agreement.broadcast_from_first([slot.param for slot in fresh], self.channel.gradients)
-        return fresh
-
-    def build(self) -> None:
-        """Makes the layout anew from the parameters as they are now. Local; the same on all ranks after agreement."""
-        members = self._members()
-        for slot in self.slots:
-            slot.bucket = slot.view = None
-            slot.stale = False
-        self.buckets = self._buckets_of(members, self.options.bucket_caps)
-        self._request = False
-        self._frozen = set()
-        self._frozen_rounds = 0
-        self._seen = ([], [])
-        self.follow()
-
-    def _members(self) -> list[Slot]:
-        """What belongs into the layout, in launch order: all that is trainable, or was until recently."""
-        leaving = self._frozen if self._frozen_rounds >= _FROZEN_ROUNDS else set()
-        return [
-            slot
-            for slot in self._order
-            if slot.param.requires_grad or (slot.bucket is not None and slot not in leaving)
-        ]
-
-    def _buckets_of(self, slots: Sequence[Slot], caps: Sequence[int]) -> list[Bucket]:
-        kinds = [(slot.param.dtype, slot.param.device) for slot in slots]
-        assigned = assign_buckets([slot.param.nbytes for slot in slots], kinds, caps)
-        return [
-            Bucket(
-                index,
-                [slots[i] for i in chunk],
-                tail_apart=self._wire.tail_apart(slots[chunk[0]].param.dtype),
-            )
-            for index, chunk in enumerate(assigned)
-        ]
-
-    def _describe_options(self) -> str:
-        options = self.options
-        hook = getattr(options.comm_hook, "__qualname__", options.comm_hook)
-        return (
-            f"bucket_cap_mb={options.bucket_cap_mb}, reduce_dtype={options.reduce_dtype},"
-            f" average={options.average!r}, comm_hook={hook}"
-        )
-
-    def plan(self) -> Plan:
-        """The layout as data."""
-        buckets = tuple(
-            BucketPlan(
-                parameters=tuple(slot.name for slot in bucket.slots),
-                dtype=bucket.dtype,
-                device=bucket.device,
-                nbytes=bucket.numel * bucket.slots[0].param.element_size(),
-            )
-            for bucket in self.buckets
-        )
-        frozen = tuple(slot.name for slot in self.slots if not slot.param.requires_grad)
-        return Plan(buckets=buckets, world_size=self._wire.world_size, frozen=frozen)
-
-    # ---- one round --------------------------------------------------------------------------------------------
-
-    def begin(self, weight: float) -> None:
+    def begin(self, *, abort: bool = False) -> None:
         """Opens a round.
 
         Args:
-            weight: How much this rank counts in the average, unless the user set a weight for this step.
+            abort: Whether this rank takes part only to tell the others that it gave up.
         """
         self.before_round()
         self.follow()
-        if self.next_weight is not None:
-            weight = self.next_weight
-        elif self.dirty:  # an earlier backward of the window contributed
-            weight = max(weight, 1.0)
-        self._weight = weight
+        self.count_frozen_rounds()
+        weight = self._window if self.options.average == "weighted" else min(self._window, 1.0)
+        self._said = Round(0.0 if abort else weight, self.wants_layout, abort)
         self._sent = [0, 0, 0, 0]
-        self._count_frozen_rounds()
         early = self.requires_sync and self._tally.arrivals is None and not self._saw_nested
         for bucket in self.buckets:
-            bucket.begin(self._fits)
+            bucket.begin(self.fits)
             if not early:
                 bucket.missing = -1
 
-    def _count_frozen_rounds(self) -> None:
-        if self._fits:
-            self._frozen_rounds = 0
-            return
-        frozen = {slot for slot in self.slots if slot.bucket is not None and not slot.param.requires_grad}
-        still = self._frozen & frozen if self._frozen_rounds else frozen
-        self._frozen = still
-        self._frozen_rounds = self._frozen_rounds + 1 if still else 0
-        if self._frozen_rounds >= _FROZEN_ROUNDS:
-            self._request = True
+    def hold_last(self) -> None:
+        """Keeps the last bucket back until backward ends, so that a rank which fails before can say so in it."""
+        if self.buckets:
+            self.buckets[-1].missing = -1
 
     def note_nested(self) -> None:
         """Remembers that gradients came from a nested backward: no bucket of this rank leaves early any more."""
@@ -272,14 +144,23 @@ class Reducer:
         for bucket in self.buckets:
             bucket.missing = -1
 
-    def launch(self, bucket: Bucket, *, early: bool) -> None:
+    def launch(self, bucket: Bucket | SparseBucket, *, early: bool) -> None:
         """Sends one bucket."""
         last = bucket.index == len(self.buckets) - 1
         with torch.profiler.record_function(f"replicate::launch ({bucket.slots[0].name})"):
-            nbytes, collectives = self._wire.launch(bucket, self._weight, self._request, last)
+            nbytes, collectives, found_sparse = self.wire.launch(bucket, self._said, last)
+        if found_sparse:
+            self.wants_layout = True
+            self._said = self._said._replace(signal=True)
         self._sent[0] += nbytes
         self._sent[1] += collectives
         self._sent[2 if early else 3] += 1
+
+    # ---- the end of the round ---------------------------------------------------------------------------------
+
+    def give_up(self) -> None:
+        """Lets the rest of the round say that this rank gave it up."""
+        self._said = Round(0.0, self.wants_layout, True)
 
     def flush(self) -> None:
         """Sends what has not left yet, in order."""
@@ -287,30 +168,42 @@ class Reducer:
             if not bucket.launched:
                 self.launch(bucket, early=False)
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         """Waits for the buckets, hands out gradients, and follows the model where any rank asks for it.
+
+        Returns:
+            Whether some rank gave the round up.
 
         Raises:
             ReplicateError: If a collective failed, or ranks no longer hold the same parameters.
         """
-        missed = [slot.name for bucket in self.buckets for slot in self._finish(bucket)]
-        if self._anyone_requests():
-            self._follow_the_model()
-        elif self._tally.arrivals is not None:
-            self._agree_on_order(self._tally.arrivals)
+        self._missed = [slot for bucket in self.buckets for slot in self._finish(bucket)]
+        signal, abort = self._read_totals()
+        if not abort:
+            if signal:
+                self._follow_the_model()
+            elif self._tally.arrivals is not None:
+                self._agree_on_order(self._tally.arrivals)
+        self.rounds += 1
+        names = tuple(slot.name for slot in self._missed)
+        self.forget_window()
+        nbytes, collectives, early, late = self._sent
+        self.last_round = RoundStats(self.rounds, nbytes, collectives, early, late, names)
+        if not abort:
+            self.after_round()
+        return abort
+
+    def forget_window(self) -> None:
+        """Starts a new window of backwards."""
         for slot in self.slots:
             slot.used = False
-        self.rounds += 1
         self._tally.dirty = False
-        self.next_weight = None
-        nbytes, collectives, early, late = self._sent
-        self.last_round = RoundStats(self.rounds, nbytes, collectives, early, late, tuple(missed))
-        self.after_round()
+        self._window = 0.0
 
-    def _finish(self, bucket: Bucket) -> list[Slot]:
+    def _finish(self, bucket: Bucket | SparseBucket) -> list[Slot]:
         try:
             with torch.profiler.record_function(f"replicate::wait ({bucket.slots[0].name})"):
-                self._wire.finish(bucket)
+                nbytes, collectives = self.wire.finish(bucket)
         except RuntimeError as error:
             names = ", ".join(slot.name for slot in bucket.slots[:3])
             raise ReplicateError(
@@ -318,56 +211,78 @@ class Reducer:
                 f" {self.rounds + 1}. Another rank has failed, or did not come to the end of its backward in time."
                 f" Cause: {error}"
             ) from error
-        return bucket.settle()
+        self._sent[0] += nbytes
+        self._sent[1] += collectives
+        return bucket.settle(self.wire.adds_up)
 
-    def _anyone_requests(self) -> bool:
-        if not self.buckets or self._request:
-            return self._request
+    def _read_totals(self) -> tuple[bool, bool]:
+        """Whether any rank asks for a new layout, and whether any gave up."""
+        if not self.buckets:
+            return self.wants_layout, self._said.abort
         last = self.buckets[-1]
-        # Ranks run the same program, so a rank that sees no change rarely has to join others who do. Reading the
-        # signal costs nothing on a CPU; on a GPU it would make the host wait for the device in every round.
-        return last.device.type == "cpu" and last.read_tail()[-1] > 0
+        # Reading costs nothing on a CPU. On a GPU it would make the host wait for the device in every round; ranks run
+        # the same program, so there each rank relies on seeing the change itself once the layout has settled.
+        if last.device.type == "cpu" or self._tally.arrivals is not None:
+            totals = last.read_totals()
+            return totals.signal > 0, totals.abort > 0
+        return self.wants_layout, self._said.abort
 
     def _follow_the_model(self) -> None:
         """Agrees on a new layout, and averages in this very round what the old one had no place for."""
         with torch.profiler.record_function("replicate::layout"):
-            fresh = self.agree(broadcast=True)
-            for bucket in self._buckets_of(fresh, self.options.bucket_caps):
+            fresh = set(self.agree(broadcast=True))
+            self._missed = [slot for slot in self._missed if slot not in fresh]
+            for bucket in self.buckets_of([slot for slot in self.members() if slot in fresh]):
                 for slot in bucket.slots:  # a hook that was not there yet could not see the gradient
                     slot.used = slot.used or slot.param.grad is not None
                 self.launch(bucket, early=False)
-                self._finish(bucket)
+                self._missed += self._finish(bucket)
             self.build()
             self._tally.arrivals = []
 
     def _agree_on_order(self, arrivals: Sequence[int]) -> None:
         """Takes over the order in which gradients arrived on the first rank."""
-        members = self._members()
+        members = self.members()
         if not members:
             return
         positions = {slot.number: index for index, slot in enumerate(members)}
         arrived = [positions[number] for number in dict.fromkeys(arrivals) if number in positions]
         mine = list(dict.fromkeys([*arrived, *range(len(members))])) if arrived else None
         agreed = agreement.broadcast_order(mine, len(members), self.channel.control)
-        self._tally.arrivals = []
-        if agreed is None:
-            return
-        self._tally.arrivals = None
-        ordered = [members[index] for index in agreed]
-        if ordered != members:
-            placed = set(ordered)
-            self._order = ordered + [slot for slot in self._order if slot not in placed]
-            self.build()
+        self._tally.arrivals = None if agreed is not None else []
+        if agreed is not None:
+            self.reorder([members[index] for index in agreed])
+
+    def complain_of_unused(self) -> str | None:
+        """With ``strict_unused``: which parameters had no gradient, and on which ranks. Collective, as the option is.
+
+        Returns:
+            A message, the same on all ranks, or ``None`` if every rank had all gradients.
+        """
+        members = self.members() if self.options.strict_unused else []
+        if not members:
+            return None
+        missed = set(self._missed)
+        table = agreement.gather_flags([slot in missed for slot in members], self.channel.control)
+        idle = {
+            slot.name: [rank for rank, flags in enumerate(table) if flags[index]]
+            for index, slot in enumerate(members)
+            if any(flags[index] for flags in table)
+        }
+        if not idle:
+            return None
+        listed = "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in sorted(idle.items()))
+        return (
+            f"strict_unused: {len(idle)} parameters received no gradient in round {self.rounds}: {listed}. Use them in"
+            f" the loss, freeze them with `requires_grad_(False)`, or allow it with `strict_unused=False`."
+        )
 
     def abandon(self) -> None:
         """Drops the round that is under way; gradients of this rank stay as they are."""
-        self._wire.abandon()
+        self.wire.abandon()
         for bucket in self.buckets:
             bucket.abandon()
-        for slot in self.slots:
-            slot.used = False
-        self._tally.dirty = False
-        self.next_weight = None
+        self.forget_window()
 
     def release(self) -> None:
         """Takes all hooks off and leaves ordinary gradients."""
@@ -408,5 +323,22 @@ def _gradient_hook(slot: Slot, tally: _Tally, channel: Channel) -> Callable[[tor
         bucket.missing -= 1
         if bucket.missing == 0:
             channel.advance()
+
+    return hook
+
+
+def _keep_apart_hook(slot: Slot, tally: _Tally) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Runs before a gradient is accumulated: sets earlier rounds' gradients aside, and weighs what arrives."""
+    slot_of_hook = weakref.ref(slot)
+    del slot
+
+    def hook(grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        slot = slot_of_hook()
+        if slot is not None and not slot.used and slot.param.grad is not None:
+            earlier = slot.param.grad
+            slot.base = earlier.clone() if earlier is slot.view else earlier
+            slot.param.grad = None
+        scale = tally.scale
+        return grads if scale == 1.0 else tuple(None if grad is None else grad * scale for grad in grads)
 
     return hook

@@ -41,6 +41,7 @@ class _Replicate:
         comm_hook: Callable[..., Any] | None = None,
         broadcast: bool = True,
         buffers: BufferChoice = "auto",
+        strict_unused: bool = False,
     ) -> Any:
         """Trains modules data-parallel: their gradients are averaged over ranks whenever a backward reaches them.
 
@@ -72,6 +73,8 @@ class _Replicate:
             buffers: Which buffers follow the first rank later on, and when: ``"auto"``, ``"step"``, ``"epoch"``,
                 ``"start"``, names (globs) or a callable ``(name, buffer) -> bool``. See
                 :mod:`lightning_replicate.core.buffers`.
+            strict_unused: Whether a backward that leaves a parameter without a gradient, on any rank, raises on all
+                ranks with the names, at its end. Costs a message in every round.
 
         Returns:
             What was given: the module, or a tuple if there were several.
@@ -93,6 +96,7 @@ class _Replicate:
             comm_hook=hook,
             comm_hook_state=hook_state,
             buffers=buffers,
+            strict_unused=strict_unused,
         )
         apply(
             modules,

@@ -262,29 +262,32 @@ class ReplicateState:
         before = self.closed_rounds
         yield
         if self.closed_rounds == before:
-            self.close_round(weight=0.0)
+            self.close_round(took_part=False)
 
-    def close_round(self, *, weight: float = 1.0) -> None:
+    def close_round(self, *, took_part: bool = True) -> None:
         """Takes part in one round without a backward. Collective: every rank must close a round.
 
         Args:
-            weight: How much this rank counts in the average: 1 if it had a loss that reached no parameter, 0 if
-                it had none.
+            took_part: Whether this rank counts in the average: it does if it had a loss that reached no parameter.
         """
         if self.active and self.requires_gradient_sync:
             assert self.channel is not None
-            self.channel.close_without_backward(weight)
+            self.channel.close_without_backward(took_part=took_part)
 
     @property
     def closed_rounds(self) -> int:
         """How many rounds were closed on this process group, by any group."""
         return 0 if self.channel is None else self.channel.closed_rounds
 
-    def set_weight(self, weight: float) -> None:
-        """Sets how much this rank counts in the next round's average: its number of samples or tokens, say.
+    def set_weight(self, weight: float, *, scale: float = 1.0) -> None:
+        """Sets how much this rank's next losses count: their number of samples or tokens, say. Holds until set again.
+
+        Each loss is taken for a mean over its samples. A round's gradient is the sum over ranks and accumulated
+        backwards of weight times gradient, divided by the sum of all weights: that of one process on the whole batch.
 
         Args:
             weight: A number that is not negative.
+            scale: Undoes a division of the loss by somebody else (an accumulation loop that divides by its length).
 
         Raises:
             ValueError: If the weight is negative, or ``average`` is not ``"weighted"``.
@@ -294,7 +297,21 @@ class ReplicateState:
         if not weight >= 0:
             raise ValueError(f"A weight must be a number that is not negative, got {weight!r}.")
         for reducer in self._reducers:
-            reducer.next_weight = float(weight)
+            reducer.set_weight(float(weight), scale)
+
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Divides the sum over ranks by this number, whatever ``average`` says; for loops that divide by themselves.
+
+        Args:
+            factor: A positive number; ``None`` follows ``average`` again.
+
+        Raises:
+            ValueError: If the factor is not positive.
+        """
+        if factor is not None and not factor > 0:
+            raise ValueError(f"A gradient divide factor must be positive, got {factor!r}.")
+        for reducer in self._reducers:
+            reducer.set_divide_factor(factor)
 
     @property
     def requires_gradient_sync(self) -> bool:
@@ -330,7 +347,12 @@ class ReplicateState:
             self._buffers.before_reading()
 
     def reset(self) -> None:
-        """Drops a round that an exception left open. Call it on every rank, before the next backward."""
+        """Takes the place of a backward that raised: the round is void, on all ranks, and the next one starts clean.
+
+        Call it once on a rank whose backward (or the forward before it) raised and which goes on. The other ranks'
+        backward raises :class:`~lightning_replicate.ReplicateError`; they may call it, too, and go on. On a GPU with
+        a single group they do not notice, and all ranks must fail together.
+        """
         if self.channel is not None:
             self.channel.reset()
 

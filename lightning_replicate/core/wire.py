@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_replicate.core.api import Options
 from lightning_replicate.core.bucket import Bucket
+from lightning_replicate.core.sparse import SparseBucket
 
 # Largest integer up to which every sum of ones is exact; wider types never run out of ranks.
 _EXACT_COUNT = {torch.bfloat16: 256, torch.float16: 2048}
@@ -59,33 +60,57 @@ class _InFlight(NamedTuple):
     wire_tensor: torch.Tensor | None  # what travels, where it is not the buffer itself
 
 
+class Round(NamedTuple):
+    """What this rank says about the round in the tail of each bucket.
+
+    Attributes:
+        weight: How much this rank counts in the average.
+        signal: Whether this rank asks for a new layout.
+        abort: Whether this rank gives the round up.
+    """
+
+    weight: float
+    signal: bool = False
+    abort: bool = False
+
+
 class Wire:
     """Moves the buckets of one group over one process group.
 
     Args:
         process_group: Carries gradients and nothing else.
         options: The options of the ``replicate()`` call.
+
+    Attributes:
+        divide_factor: What the sum is divided by, whatever ``average`` says; ``None`` to follow ``average``.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, options: Options) -> None:
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
+        self.divide_factor: float | None = None
         self._options = options
         self._pending: dict[Bucket, _InFlight] = {}
 
     @property
-    def counts_participants(self) -> bool:
-        """Whether the divisor depends on what ranks did in the round."""
-        return self._options.average in ("participants", "weighted")
+    def adds_up(self) -> bool:
+        """Whether earlier rounds' gradients must be kept apart: any average but the mean would change them again."""
+        return self.divide_factor is not None or self._options.average in ("sum", "weighted")
 
     @property
-    def gradient_scale(self) -> float:
-        """Factor for each gradient as it arrives, before it is accumulated.
+    def divides_by_weights(self) -> bool:
+        """Whether the divisor depends on what ranks did in the round."""
+        return self.divide_factor is None and self._options.average in ("participants", "weighted")
 
-        ``sum`` is the mean of gradients that were multiplied by the world size. Scaling what arrives, not what is
-        sent, keeps earlier rounds' gradients right when they are still in ``.grad``.
-        """
-        return float(self.world_size) if self._options.average == "sum" else 1.0
+    def _scale(self, weight: float) -> float:
+        """Factor for the gradients before they are summed."""
+        if weight == 0:
+            return 0.0
+        if self.divide_factor is not None:
+            return 1.0 / self.divide_factor
+        if self._options.average == "sum" or self._options.comm_hook is not None:
+            return 1.0
+        return 1.0 / self.world_size
 
     def tail_apart(self, dtype: torch.dtype) -> bool:
         """Whether flags must not share the payload's collective: a hook, a weight or a data type would spoil them."""
@@ -96,25 +121,26 @@ class Wire:
             return False
         return self._options.average == "weighted" or self.world_size > _EXACT_COUNT[on_wire]
 
-    def launch(self, bucket: Bucket, weight: float, signal: bool, last: bool) -> tuple[int, int]:
+    def launch(self, bucket: Bucket | SparseBucket, said: Round, last: bool) -> tuple[int, int, bool]:
         """Fills the bucket and starts its reduction.
 
         Args:
             bucket: The bucket.
-            weight: How much this rank counts.
-            signal: Whether this rank asks for a new layout.
+            said: What this rank says about the round.
             last: Whether this is the last bucket of the group.
 
         Returns:
-            Bytes handed to collectives and the number of collectives.
+            Bytes handed to collectives, the number of collectives, and whether a gradient was found to be sparse.
         """
-        hook = self._options.comm_hook
-        scale = weight if hook is not None else weight / self.world_size
-        bucket.fill(scale, weight, signal)
+        scale = self._scale(said.weight)
+        if isinstance(bucket, SparseBucket):
+            return bucket.launch(self.process_group, scale, *said, self.adds_up), 1, False
+        found_sparse = bucket.fill(scale, said.weight, signal=said.signal, abort=said.abort, add_up=self.adds_up)
         works: list[Any] = []
         future: Any = None
         sent = bucket.payload
         wire_tensor: torch.Tensor | None = None
+        hook = self._options.comm_hook
         if hook is not None:
             state = self._options.comm_hook_state
             future = hook(self.process_group if state is None else state, HookBucket(bucket, last))
@@ -132,7 +158,7 @@ class Wire:
             nbytes, collectives = nbytes + bucket.tail.nbytes, 2
         self._pending[bucket] = _InFlight(works, future, wire_tensor)
         bucket.launched = True
-        return nbytes, collectives
+        return nbytes, collectives, found_sparse
 
     def _all_reduce(self, tensor: torch.Tensor) -> Any:
         if tensor.is_complex():  # not every backend sums complex numbers
@@ -140,11 +166,17 @@ class Wire:
         return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True)
 
     @torch.no_grad()
-    def finish(self, bucket: Bucket) -> None:
+    def finish(self, bucket: Bucket | SparseBucket) -> tuple[int, int]:
         """Waits for the bucket and turns the sum into the average.
 
-        On a GPU this makes the current stream wait, not the host.
+        On a GPU this makes the current stream wait, not the host; a sparse bucket makes the host wait.
+
+        Returns:
+            Bytes and number of the collectives that this took.
         """
+        if isinstance(bucket, SparseBucket):
+            nbytes = bucket.finish(self.process_group, self.divides_by_weights)
+            return nbytes, 2 if nbytes else 0
         works, future, wire_tensor = self._pending.pop(bucket)
         for work in works:
             work.wait()
@@ -155,12 +187,12 @@ class Wire:
                 bucket.payload.copy_(result.view_as(bucket.payload))
         if wire_tensor is not None:
             bucket.flat.copy_(wire_tensor)
-        if self.counts_participants:
+        if self.divides_by_weights:
             self._divide_by_weights(bucket)
+        return 0, 0
 
     def _divide_by_weights(self, bucket: Bucket) -> None:
-        weight = bucket.tail[-2]
-        weight = weight.real if weight.is_complex() else weight
+        weight = bucket.weight
         if bucket.device.type == "cpu":
             read = weight.item()
             if read > 0 and read != self.world_size:
@@ -176,9 +208,9 @@ class Wire:
             payload.mul_(factor)
 
     def abandon(self) -> None:
-        """Waits for what was started and forgets it."""
-        for works, future, _ in self._pending.values():
-            for pending in (*works, future):
-                if pending is not None:
-                    pending.wait()
-        self._pending.clear()
+        """Forgets what was started, after waiting for it."""
+        pending, self._pending = self._pending, {}
+        for works, future, _ in pending.values():
+            for work in (*works, future):
+                if work is not None:
+                    work.wait()

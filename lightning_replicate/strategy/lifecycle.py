@@ -297,7 +297,7 @@ class ReplicateLifecycle:
         # a backward that reached no replicated parameter has not closed its round
         for state, before in zip(self._channels(), self._rounds_before_backward, strict=True):
             if state.closed_rounds == before:
-                state.close_round(weight=0.0 if self._skipped else 1.0)
+                state.close_round(took_part=not self._skipped)
 
     def _channels(self) -> list[ReplicateState]:
         """One state for each process group."""

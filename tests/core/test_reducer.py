@@ -117,8 +117,9 @@ def _early_launch(rank: int) -> None:
         model(data(rank, step, 4, 6)).sum().backward()
         stats = state.last_round
         assert stats is not None
-        # in the first round the order of arrival is not known yet; later every bucket leaves while backward runs
-        assert (stats.early, stats.late) == ((0, 8) if step == 0 else (8, 0))
+        # in the first round the order of arrival is not known yet; later all leave while backward runs but for the
+        # last, which is complete when backward ends and waits for that
+        assert (stats.early, stats.late) == ((0, 8) if step == 0 else (7, 1))
     assert stats.collectives == 8
     assert stats.missed == ()
 
@@ -696,17 +697,6 @@ def _zoo_grid(rank: int) -> None:
 def test_d57_d58_d59_d60_every_kind_of_parameter(ranks: Ranks) -> None:
     """Data types, complex numbers, memory formats, scalars, empty tensors, tied weights, frozen ones."""
     ranks(2, _zoo_grid)
-
-
-def _sparse(rank: int) -> None:
-    model = nn.Embedding(5, 3, sparse=True)
-    replicate(model)
-    with pytest.raises(NotImplementedError, match=r"'weight' is sparse"):
-        model(torch.tensor([rank])).sum().backward()
-
-
-def test_sparse_gradients_are_refused_by_name(ranks: Ranks) -> None:
-    ranks(2, _sparse)
 
 
 # ---- the model changes ----------------------------------------------------------------------------------------------

@@ -1,0 +1,223 @@
+"""The parameters that reduce together, and the layout of buckets that all ranks agreed on for them.
+
+A group follows the model: what the user does to parameters (freezes, converts, replaces) is noticed locally, and agreed
+on by all ranks in :meth:`Group.agree` before :meth:`Group.build` makes a new layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from lightning_replicate.core import agreement
+from lightning_replicate.core.api import BucketPlan, Options, Plan
+from lightning_replicate.core.bucket import Bucket, Slot
+from lightning_replicate.core.layout import ParamSpec, assign_buckets
+from lightning_replicate.core.sparse import SparseBucket
+from lightning_replicate.core.wire import Wire
+
+# A parameter leaves the layout only after it was frozen for this many rounds in a row, so that code which freezes and
+# unfreezes every step (Lightning's `toggle_optimizer`) does not force a new layout every step.
+_FROZEN_ROUNDS = 8
+
+
+class ProcessGroups(Protocol):
+    """What a group needs to know of its channel."""
+
+    gradients: dist.ProcessGroup
+    control: dist.ProcessGroup
+
+
+class Group:
+    """Some parameters and their agreed layout.
+
+    Args:
+        groups: The process groups over which they reduce and agree.
+        options: How gradients travel.
+        owner: Whoever made this group.
+        hook: Puts the gradient hooks on a parameter; called again when its memory changed.
+
+    Attributes:
+        slots: All managed parameters, frozen ones included, in registration order.
+        buckets: The agreed layout, in launch order.
+        fits: Whether every parameter is trainable and in its place.
+        wants_layout: Whether this rank saw a change that needs a new layout.
+    """
+
+    def __init__(self, groups: ProcessGroups, options: Options, owner: Any, hook: Callable[[Slot], None]) -> None:
+        self.options = options
+        self.owner = owner
+        self.slots: list[Slot] = []
+        self.buckets: list[Bucket | SparseBucket] = []
+        self.fits = False
+        self.wants_layout = False
+        self.wire = Wire(groups.gradients, options)
+        self._groups = groups
+        self._hook = hook
+        self._seen: tuple[list[bool], list[int]] = ([], [])
+        self._order: list[Slot] = []
+        self._frozen: set[Slot] = set()
+        self._frozen_rounds = 0
+        self._numbered = 0
+
+    # ---- following the model ----------------------------------------------------------------------------------
+
+    def manage(self, slots: Iterable[Slot]) -> None:
+        """Takes over parameters. They enter the layout when it is next built."""
+        new = list(slots)
+        for slot in new:
+            slot.number = self._numbered
+            self._numbered += 1
+        self.slots.extend(new)
+        self._order = [*reversed(new), *self._order]
+        self.look_again()
+
+    def drop(self, slots: Iterable[Slot]) -> None:
+        """Lets go of parameters. Their places in the layout stay empty until it is next built."""
+        gone = set(slots)
+        self.slots = [slot for slot in self.slots if slot not in gone]
+        self._order = [slot for slot in self._order if slot not in gone]
+        for slot in gone:
+            slot.stale = True
+            slot.unhook()
+        self.wants_layout = self.wants_layout or bool(gone)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Makes the next :meth:`follow` look at every parameter."""
+        self._seen = ([], [])
+
+    def follow(self) -> None:
+        """Notices what the user did to the parameters since last time: frozen, unfrozen, converted, moved.
+
+        Local and cheap; what it finds is agreed on at the end of the round.
+        """
+        params = [slot.param for slot in self.slots]
+        seen = ([param.requires_grad for param in params], [param.data_ptr() for param in params])
+        if seen == self._seen:
+            return
+        self._seen = seen
+        fits = len(self.slots) == sum(len(bucket.slots) for bucket in self.buckets)
+        for slot, trainable in zip(self.slots, seen[0], strict=True):
+            if trainable:
+                self._hook(slot)
+            if slot.bucket is not None:
+                slot.stale = not slot.bucket.holds(slot)
+            placed = slot.bucket is not None and not slot.stale
+            fits = fits and trainable and placed
+            self.wants_layout = self.wants_layout or (trainable and not placed)
+        self.fits = fits
+
+    def count_frozen_rounds(self) -> None:
+        """Notices parameters that stay frozen. Called once a round."""
+        if self.fits:
+            self._frozen_rounds = 0
+            return
+        frozen = {slot for slot in self.slots if slot.bucket is not None and not slot.param.requires_grad}
+        still = self._frozen & frozen if self._frozen_rounds else frozen
+        self._frozen = still
+        self._frozen_rounds = self._frozen_rounds + 1 if still else 0
+        self.wants_layout = self.wants_layout or self._frozen_rounds >= _FROZEN_ROUNDS
+
+    # ---- the layout -------------------------------------------------------------------------------------------
+
+    def agree(self, *, broadcast: bool) -> list[Slot]:
+        """Compares all ranks' parameters, then equalizes those that are new to the layout.
+
+        Collective. Builds nothing.
+
+        Args:
+            broadcast: Whether new parameters take the first rank's values.
+
+        Returns:
+            The slots that are not in the layout, or not any more in the right place.
+
+        Raises:
+            ReplicateError: On all ranks, if they hold different parameters.
+        """
+        self.follow()
+        specs = [ParamSpec.of(slot.name, slot.param) for slot in self.slots]
+        members = [slot.name for slot in self.members()]
+        control = self._groups.control
+        agreement.require_same_specs(specs, f"{self._describe_options()}; in the layout: {members}", control)
+        if self.slots:
+            # a rank that did not run a layer does not know that its gradients are sparse
+            for slot, sparse in zip(self.slots, agreement.union([s.sparse for s in self.slots], control), strict=True):
+                slot.stale = slot.stale or sparse != slot.sparse
+                slot.sparse = sparse
+        fresh = [slot for slot in self.members() if slot.bucket is None or slot.stale]
+        if broadcast:
+            agreement.broadcast_from_first([slot.param for slot in fresh], self._groups.gradients)
+        return fresh
+
+    def build(self) -> None:
+        """Makes the layout anew from the parameters as they are now. Local; the same on all ranks after agreement."""
+        members = self.members()
+        for slot in self.slots:
+            slot.bucket = slot.view = None
+            slot.stale = False
+        self.buckets = self.buckets_of(members)
+        self.wants_layout = False
+        self._frozen = set()
+        self._frozen_rounds = 0
+        self.look_again()
+        self.follow()
+
+    def reorder(self, members: Sequence[Slot]) -> None:
+        """Builds the layout in another order of its members."""
+        if list(members) == self.members():
+            return
+        placed = set(members)
+        self._order = [*members, *(slot for slot in self._order if slot not in placed)]
+        self.build()
+
+    def members(self) -> list[Slot]:
+        """What belongs into the layout, in launch order: all that is trainable, or was until recently."""
+        leaving = self._frozen if self._frozen_rounds >= _FROZEN_ROUNDS else set()
+        return [
+            slot
+            for slot in self._order
+            if slot.param.requires_grad or (slot.bucket is not None and slot not in leaving)
+        ]
+
+    def buckets_of(self, slots: Sequence[Slot]) -> list[Bucket | SparseBucket]:
+        """Packs parameters into new buckets."""
+        assigned = assign_buckets(
+            [slot.param.nbytes for slot in slots],
+            [(slot.param.dtype, slot.param.device) for slot in slots],
+            self.options.bucket_caps,
+            apart=[slot.sparse for slot in slots],
+        )
+        buckets: list[Bucket | SparseBucket] = []
+        for index, chunk in enumerate(assigned):
+            packed = [slots[i] for i in chunk]
+            if packed[0].sparse:
+                buckets.append(SparseBucket(index, packed[0]))
+            else:
+                tail_apart = self.wire.tail_apart(packed[0].param.dtype)
+                buckets.append(Bucket(index, packed, tail_apart=tail_apart))
+        return buckets
+
+    def _describe_options(self) -> str:
+        options = self.options
+        hook = getattr(options.comm_hook, "__qualname__", options.comm_hook)
+        return (
+            f"bucket_cap_mb={options.bucket_cap_mb}, reduce_dtype={options.reduce_dtype},"
+            f" average={options.average!r}, comm_hook={hook}, strict_unused={options.strict_unused}"
+        )
+
+    def plan(self) -> Plan:
+        """The layout as data."""
+        buckets = tuple(
+            BucketPlan(
+                parameters=tuple(slot.name for slot in bucket.slots),
+                dtype=bucket.dtype,
+                device=bucket.device,
+                nbytes=sum(slot.param.nbytes for slot in bucket.slots),
+            )
+            for bucket in self.buckets
+        )
+        frozen = tuple(slot.name for slot in self.slots if not slot.param.requires_grad)
+        return Plan(buckets=buckets, world_size=self.wire.world_size, frozen=frozen)
