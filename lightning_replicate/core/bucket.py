@@ -323,11 +323,14 @@ class Bucket:
         flags = self._read()
         absent = dict(self.absent)
         for slot, flag in zip(self.slots, flags, strict=False):
-            if slot not in absent or slot.stale:
+            if slot not in absent:
                 continue
             view, old = slot.view, absent[slot]
             assert view is not None
-            if flag > 0:
+            if slot.stale:
+                if slot.sparse and flag > 0:  # dense on another rank: this much of the average is known
+                    slot.base = view.clone()
+            elif flag > 0:
                 if add_up and old is not None:
                     view.add_(old)
                 slot.param.grad = view

@@ -232,13 +232,28 @@ class Reducer(Group):
         with torch.profiler.record_function("replicate::layout"):
             fresh = set(self.agree(broadcast=True))
             self._missed = [slot for slot in self._missed if slot not in fresh]
-            for bucket in self.buckets_of([slot for slot in self.members() if slot in fresh]):
-                for slot in bucket.slots:  # a hook that was not there yet could not see the gradient
-                    slot.used = slot.used or slot.param.grad is not None
+            second_pass = [slot for slot in self.members() if slot in fresh]
+            for slot in second_pass:
+                self._prepare_second_pass(slot)
+            for bucket in self.buckets_of(second_pass):
                 self.launch(bucket, early=False)
                 self._missed += self._finish(bucket)
             self.build()
             self._tally.arrivals = []
+
+    def _prepare_second_pass(self, slot: Slot) -> None:
+        param = slot.param
+        if not slot.sparse:
+            # a hook that was not there yet could not see the gradient
+            slot.used = slot.used or param.grad is not None
+            return
+        # Where the gradient was sparse on some ranks and dense on others, the dense part is averaged already. It must
+        # stay in, once: as a part that all ranks hold, or kept apart.
+        if param.grad is not None and param.grad is slot.view:
+            slot.base, param.grad = param.grad.clone(), None
+        if slot.base is not None and not self.wire.adds_up:
+            param.grad = slot.base if param.grad is None else slot.base + param.grad
+            slot.base = None
 
     def _agree_on_order(self, arrivals: Sequence[int]) -> None:
         """Takes over the order in which gradients arrived on the first rank."""

@@ -81,9 +81,7 @@ class SparseBucket:
         if gives:
             assert grad is not None
             coalesced = (grad.to_sparse(1) if dense else grad).coalesce()
-            self._local = torch.sparse_coo_tensor(
-                coalesced.indices(), coalesced.values() * scale, coalesced.shape, is_coalesced=True
-            )
+            self._local = _sparse(coalesced.indices(), coalesced.values() * scale, coalesced.shape)
         rows = 0 if self._local is None else self._local.indices().shape[1]
         numbers = [0.0] * _SIZE
         numbers[_PRESENT], numbers[_ROWS], numbers[_DENSE] = float(present), float(rows), float(dense)
@@ -123,11 +121,9 @@ class SparseBucket:
         all_values = [torch.empty_like(values) for _ in range(world_size)]
         dist.all_gather(all_indices, indices, group=group)
         dist.all_gather(all_values, values, group=group)
-        total = torch.sparse_coo_tensor(
-            torch.cat([i[:, :count] for i, count in zip(all_indices, counts, strict=True)], dim=1),
-            torch.cat([v[:count] for v, count in zip(all_values, counts, strict=True)]),
-            slot.param.shape,
-        ).coalesce()
+        rows_of_all = torch.cat([i[:, :count] for i, count in zip(all_indices, counts, strict=True)], dim=1)
+        values_of_all = torch.cat([v[:count] for v, count in zip(all_values, counts, strict=True)])
+        total = _sparse(rows_of_all, values_of_all, slot.param.shape, is_coalesced=False).coalesce()
         if divide_by_weights and self._totals.weight not in (0, world_size):
             total = total * (world_size / self._totals.weight)
         slot.param.grad = total.to_dense() if totals[_DENSE] > 0 else total
@@ -137,7 +133,7 @@ class SparseBucket:
         param = self.slots[0].param
         indices = torch.zeros((1, 0), dtype=torch.int64, device=self.device)
         values = torch.zeros((0, *param.shape[1:]), dtype=self.dtype, device=self.device)
-        return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True)
+        return _sparse(indices, values, param.shape)
 
     @torch.no_grad()
     def settle(self, add_up: bool) -> list[Slot]:
@@ -151,7 +147,8 @@ class SparseBucket:
         earlier = slot.base if slot.base is not None else self._old
         if add_up and earlier is not None and self._found_use:
             assert slot.param.grad is not None
-            slot.param.grad = slot.param.grad + earlier
+            grad = slot.param.grad  # torch adds sparse to dense, and not the other way round
+            slot.param.grad = grad + earlier if earlier.is_sparse else earlier + grad
         slot.base = self._local = self._old = None
         self.launched = False
         return missed
@@ -164,3 +161,8 @@ class SparseBucket:
         """Forgets the round that is under way."""
         self.launched = False
         self._old = self._local = None
+
+
+def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, is_coalesced: bool = True) -> torch.Tensor:
+    # what goes in comes from sparse tensors of this very shape, so torch need not check it again
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced, check_invariants=False)

@@ -131,6 +131,11 @@ class ReplicateState:
             self._buffers_round = self.channel.closed_rounds
             self._buffers.after_round()
 
+    @property
+    def average(self) -> str:
+        """What the sum of gradients is divided by."""
+        return self._options.average
+
     def managed_modules(self) -> list[nn.Module]:
         """The modules whose parameters and buffers this call looks after."""
         return [module for _, module in self._walk()]

@@ -8,20 +8,22 @@ samplers, ``sync_dist`` and compiled modules.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from typing import TYPE_CHECKING, Any, Literal, Optional, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_replicate import _private
-from lightning_replicate.core.api import Average, BufferChoice, Options, Plan
-from lightning_replicate.core.replicate import apply, equalize, states_in
+from lightning_replicate.core.agreement import gather_flags
+from lightning_replicate.core.api import Average, BufferChoice, Options, Plan, ReplicateError
+from lightning_replicate.core.replicate import states_in
 from lightning_replicate.core.state import ReplicateState
-from lightning_replicate.strategy.selection import Patterns, Selection, select
+from lightning_replicate.strategy.marking import mark, parameters_of_optimizers, require_managed
+from lightning_replicate.strategy.selection import Patterns, select
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+SkippedSteps = Literal["participants", "together", "error"]
+"""What happens when ``training_step`` returns ``None`` on some ranks."""
 
 
 class ReplicateLifecycle:
@@ -43,6 +48,11 @@ class ReplicateLifecycle:
         reduce_dtype: Data type in which gradients travel. Default: their own.
         average: What the sum of the ranks' gradients is divided by: ``"participants"`` (the ranks that had a loss in
             this step), ``"world"``, ``"sum"`` or ``"weighted"``.
+        skipped_steps: What happens when ``training_step`` returns ``None`` on some ranks. ``"participants"``: they
+            contribute nothing, and the average is over the others. ``"together"``: all ranks skip the step (the micro-
+            batch, under accumulation). ``"error"``: all ranks raise. All ranks take the optimizer step together.
+        strict_unused: Whether a step that leaves a parameter without a gradient, on any rank, raises on all ranks, with
+            the names.
         buffers: Which buffers follow rank 0 after set-up, and when: ``"auto"``, ``"step"``, ``"epoch"``, ``"start"``,
             names or a callable. See :mod:`lightning_replicate.core.buffers`.
         accelerator: See ``DDPStrategy``; usually set by the Trainer.
@@ -73,6 +83,7 @@ class ReplicateLifecycle:
         num_nodes: int
         num_processes: int
         cluster_environment: Any
+        precision_plugin: Any
         _ddp_comm_state: Any
         _ddp_comm_hook: Any
         _ddp_comm_wrapper: Any
@@ -85,6 +96,8 @@ class ReplicateLifecycle:
         bucket_cap_mb: float = 25.0,
         reduce_dtype: Optional[torch.dtype] = None,
         average: Average = "participants",
+        skipped_steps: SkippedSteps = "participants",
+        strict_unused: bool = False,
         buffers: BufferChoice = "auto",
         accelerator: Optional[Accelerator] = None,
         parallel_devices: Optional[list[torch.device]] = None,
@@ -126,7 +139,11 @@ class ReplicateLifecycle:
             comm_hook=hook,
             comm_hook_state=ddp_comm_state,
             buffers=buffers,
+            strict_unused=strict_unused,
         )
+        if skipped_steps not in get_args(SkippedSteps):
+            raise ValueError(f"`skipped_steps` must be one of {get_args(SkippedSteps)}, got {skipped_steps!r}.")
+        self._skipped_steps = skipped_steps
         self._states: list[ReplicateState] = []
         self._local_params: set[nn.Parameter] = set()
         self._checked: list[int] = []
@@ -195,78 +212,16 @@ class ReplicateLifecycle:
         self._check_optimizers()
 
     def _mark_modules(self) -> None:
-        root = self.lightning_module
-        group = dist.group.WORLD
-        assert group is not None
-        by_hand = states_in(root)
-        for state in by_hand:
-            state.validate()
-            state.refresh()  # the model was moved and converted since
-        local = select(root, self._local, "local")
+        local = select(self.lightning_module, self._local, "local")
         self._local_params = local.all_parameters()
-        self._states = list(by_hand)
-        if self._replicate is not None:
-            chosen = select(root, self._replicate, "replicate")
-            modules = {module: name for name, module in chosen.modules.items()}
-            if modules:
-                self._apply(modules, local)
-            if chosen.params:  # marked on the model itself, which owns them
-                inside = list(root.children())
-                others = set(dict(root.named_parameters()).values()) - set(chosen.params.values())
-                self._apply({root: ""}, local, ignored_modules=inside, ignored_params=others)
-        elif not by_hand:
-            self._apply({root: ""}, local)
-        equalize(root, local_params=self._local_params, local_modules=local.modules.values(), process_group=group)
-
-    def _apply(
-        self,
-        modules: dict[nn.Module, str],
-        local: Selection,
-        ignored_modules: Iterable[nn.Module] = (),
-        ignored_params: Iterable[nn.Parameter] = (),
-    ) -> None:
-        whole_model = self._replicate is None
-        self._states.append(
-            apply(
-                list(modules),
-                self._options,
-                process_group=dist.group.WORLD,
-                ignored_modules=[*local.modules.values(), *ignored_modules],
-                ignored_params=[*local.params.values(), *ignored_params],
-                names=modules,
-                partition=_by_optimizer(self.optimizers) if whole_model and len(self.optimizers) > 1 else None,
-            )
-        )
+        self._states = mark(self.lightning_module, self._replicate, local, self._options, self.optimizers)
 
     def _check_optimizers(self) -> None:
-        """Every trainable parameter of every optimizer is replicated, or local on purpose.
-
-        Raises:
-            ValueError: With the names of those that are neither.
-        """
-        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        seen = [id(param) for params in groups for param in params]
-        if seen == self._checked:
-            return
-        names = {param: name for name, param in self.lightning_module.named_parameters()}
-        managed = {param for state in self._states for param in state.parameters()} | self._local_params
-        unmanaged: list[str] = []
-        for params in groups:
-            for param in params:
-                if param.requires_grad and param not in managed:
-                    shape = tuple(param.shape)
-                    unmanaged.append(
-                        names.get(param, f"a parameter of shape {shape} that is not, or no longer, in the model")
-                    )
-        if unmanaged:
-            listed = ", ".join(unmanaged[:10]) + (", ..." if len(unmanaged) > 10 else "")
-            raise ValueError(
-                f"{len(unmanaged)} trainable parameters of the optimizers are neither replicated nor local, so each"
-                f" rank would train its own: {listed}. Add them to `ReplicateStrategy(replicate=...)` or mark their"
-                f" module with `replicate()`, or name them in `local=...` if each rank shall keep its own. A parameter"
-                f" that was replaced after the optimizer was made must be given to the optimizer anew."
-            )
-        self._checked = seen
+        seen = [id(param) for param in parameters_of_optimizers(self.optimizers)]
+        if seen != self._checked:
+            managed = {param for state in self._states for param in state.parameters()} | self._local_params
+            require_managed(self.optimizers, self.lightning_module, managed)
+            self._checked = seen
 
     # ---- one step ---------------------------------------------------------------------------------------------
 
@@ -274,13 +229,51 @@ class ReplicateLifecycle:
         self._follow_the_model()
         for state in self._states:
             state.pre_forward()
-        self._skipped = False
         output = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        if output is None and self.lightning_module.automatic_optimization and self.world_size > 1:
-            # with a loss that reaches nothing, this rank's backward, scaler and optimizer step run like the others'
-            self._skipped = True
-            return torch.zeros((), device=self.root_device, requires_grad=True)
-        return output
+        self._skipped = False
+        if not self.lightning_module.automatic_optimization or self.world_size == 1:
+            return output
+        self._skipped = self._agree_on_skipping(output is None)
+        if not self._skipped:
+            return output
+        # with a loss that reaches nothing, this rank's backward, scaler and optimizer step run like the others'
+        return torch.zeros((), device=self.root_device, requires_grad=True)
+
+    def _agree_on_skipping(self, skips: bool) -> bool:
+        """Whether this rank skips the step."""
+        channels = self._channels()
+        if self._skipped_steps == "participants" or not channels:
+            return skips
+        assert channels[0].channel is not None
+        table = gather_flags([skips], channels[0].channel.control)
+        skipping = [rank for rank, (skipped,) in enumerate(table) if skipped]
+        if skipping and self._skipped_steps == "error":
+            raise ReplicateError(
+                f"`training_step` returned None on rank {', '.join(map(str, skipping))} in step"
+                f" {self.lightning_module.global_step}. Return a loss, or allow it with"
+                f" `ReplicateStrategy(skipped_steps='participants')` or `'together'`."
+            )
+        return bool(skipping)
+
+    def set_weight(self, weight: float) -> None:
+        """Sets how much this rank's loss counts, for ``average="weighted"``. Call it in every ``training_step``.
+
+        The loss is taken for a mean over samples (or tokens) whose number is the weight; the step then equals one
+        process that sees the samples of all ranks, and of all batches that are accumulated.
+
+        Args:
+            weight: A number that is not negative.
+
+        Raises:
+            ValueError: If no replicated module uses ``average="weighted"``.
+        """
+        weighted = [state for state in self._states if state.average == "weighted"]
+        if not weighted:
+            raise ValueError("A weight needs `ReplicateStrategy(average='weighted')`.")
+        module = self.lightning_module
+        divided_by = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        for state in weighted:
+            state.set_weight(weight, scale=divided_by)
 
     def _follow_the_model(self) -> None:
         """Between steps ranks may communicate, so new parameters become equal before they are used."""
@@ -291,7 +284,12 @@ class ReplicateLifecycle:
         self._check_optimizers()
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        self._rounds_before_backward = [state.closed_rounds for state in self._channels()]
+        channels = self._channels()
+        self._rounds_before_backward = [state.closed_rounds for state in channels]
+        if not closure_loss.requires_grad:
+            for state in channels:  # backward is about to raise: the other ranks must not wait for this one
+                if state.requires_gradient_sync:
+                    state.reset()
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         # a backward that reached no replicated parameter has not closed its round
@@ -310,9 +308,18 @@ class ReplicateLifecycle:
                 stack.enter_context(state.no_sync())
             yield
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         self._follow_the_model()
-        return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+
+        def closure_that_says_if_there_is_nothing_to_step(closure: Callable[[], Any] = closure) -> Any:
+            result = closure()
+            has_grad = any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+            return result if has_grad else None
+
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            # a loss scaler raises where no parameter has a gradient, as when all ranks skip the step
+            closure = closure_that_says_if_there_is_nothing_to_step
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)  # type: ignore[misc]
 
     # ---- buffers ----------------------------------------------------------------------------------------------
 
@@ -362,16 +369,6 @@ class ReplicateLifecycle:
         self._checked = []
         self._restore_late = False
         super().teardown()  # type: ignore[misc]
-
-
-def _by_optimizer(optimizers: Iterable[Any]) -> Callable[[nn.Parameter], int]:
-    """One group per optimizer; what is in none of them goes with the first."""
-    numbers: dict[nn.Parameter, int] = {}
-    for number, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                numbers.setdefault(param, number)
-    return lambda param: numbers.get(param, 0)
 
 
 def _is_on_meta(module: nn.Module) -> bool:

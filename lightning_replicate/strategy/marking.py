@@ -1,0 +1,111 @@
+"""Which parts of a model get a ``replicate()`` call, and the rule that every trained parameter has an owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Set
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_replicate.core.api import Options
+from lightning_replicate.core.replicate import apply, equalize, states_in
+from lightning_replicate.core.state import ReplicateState
+from lightning_replicate.strategy.selection import Patterns, Selection, select
+
+
+def mark(
+    root: nn.Module, replicate: Patterns | None, local: Selection, options: Options, optimizers: Iterable[Any]
+) -> list[ReplicateState]:
+    """Replicates what the user chose, and gives everything that is not local rank 0's values. Collective.
+
+    Without a choice that is what was marked by hand, or else the whole model: one group for each optimizer, if there
+    are several, so that a step moves only its own gradients.
+
+    Args:
+        root: The LightningModule, on its device.
+        replicate: What to replicate; ``None`` without a choice.
+        local: What stays out.
+        options: How gradients travel.
+        optimizers: The optimizers, for the groups.
+
+    Returns:
+        The states of all calls on the model, those by hand included.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    states = states_in(root)
+    for state in states:
+        state.validate()
+        state.refresh()  # the model was moved and converted since
+
+    def call(modules: dict[nn.Module, str], **extra: Any) -> None:
+        ignored_modules = [*local.modules.values(), *extra.pop("ignored_modules", ())]
+        ignored_params = [*local.params.values(), *extra.pop("ignored_params", ())]
+        states.append(
+            apply(
+                list(modules),
+                options,
+                process_group=group,
+                ignored_modules=ignored_modules,
+                ignored_params=ignored_params,
+                names=modules,
+                **extra,
+            )
+        )
+
+    if replicate is not None:
+        chosen = select(root, replicate, "replicate")
+        if chosen.modules:
+            call({module: name for name, module in chosen.modules.items()})
+        if chosen.params:  # marked on the model itself, which owns them
+            others = set(root.parameters()) - set(chosen.params.values())
+            call({root: ""}, ignored_modules=list(root.children()), ignored_params=others)
+    elif not states:
+        call({root: ""}, partition=_by_optimizer(list(optimizers)))
+    equalize(root, local_params=local.all_parameters(), local_modules=local.modules.values(), process_group=group)
+    return states
+
+
+def _by_optimizer(optimizers: list[Any]) -> Callable[[nn.Parameter], int]:
+    """One group per optimizer; what is in none of them goes with the first."""
+    numbers: dict[nn.Parameter, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for param in parameters_of_optimizers([optimizer]):
+            numbers.setdefault(param, number)
+    return lambda param: numbers.get(param, 0)
+
+
+def parameters_of_optimizers(optimizers: Iterable[Any]) -> Iterator[nn.Parameter]:
+    """All parameters of all groups of all optimizers."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+def require_managed(optimizers: Iterable[Any], root: nn.Module, managed: Set[nn.Parameter]) -> None:
+    """Checks that every trainable parameter of every optimizer is replicated, or local on purpose.
+
+    Args:
+        optimizers: The optimizers.
+        root: The model, for names.
+        managed: The parameters that are one or the other.
+
+    Raises:
+        ValueError: With the names of those that are neither.
+    """
+    names = {param: name for name, param in root.named_parameters()}
+    unmanaged = [
+        names.get(param, f"a parameter of shape {tuple(param.shape)} that is not, or no longer, in the model")
+        for param in parameters_of_optimizers(optimizers)
+        if param.requires_grad and param not in managed
+    ]
+    if not unmanaged:
+        return
+    listed = ", ".join(unmanaged[:10]) + (", ..." if len(unmanaged) > 10 else "")
+    raise ValueError(
+        f"{len(unmanaged)} trainable parameters of the optimizers are neither replicated nor local, so each rank would"
+        f" train its own: {listed}. Add them to `ReplicateStrategy(replicate=...)` or mark their module with"
+        f" `replicate()`, or name them in `local=...` if each rank shall keep its own. A parameter that was replaced"
+        f" after the optimizer was made must be given to the optimizer anew."
+    )
