@@ -37,12 +37,13 @@ class _Tally:
     leads back to their parameter.
     """
 
-    __slots__ = ("arrivals", "dirty", "scale")
+    __slots__ = ("arrivals", "dirty", "keeps_apart", "scale")
 
     def __init__(self) -> None:
         self.dirty = False
         self.arrivals: list[int] | None = []  # numbers of slots; None once the order of arrival is agreed
         self.scale = 1.0  # for gradients as they arrive
+        self.keeps_apart = False  # whether earlier rounds' gradients are set aside
 
 
 class Reducer(Group):
@@ -95,6 +96,7 @@ class Reducer(Group):
     def set_divide_factor(self, factor: float | None) -> None:
         """Sets what sums are divided by; ``None`` follows ``average``."""
         self.wire.divide_factor = factor
+        self._tally.keeps_apart = self.wire.adds_up
         self.look_again()
 
     def _hook_parameter(self, slot: Slot) -> None:
@@ -102,6 +104,7 @@ class Reducer(Group):
             hook = _gradient_hook(slot, self._tally, self.channel)
             slot.hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
         if self.wire.adds_up:
+            self._tally.keeps_apart = True
             # on the node, since a hook on the tensor would also change what `torch.autograd.grad` returns; torch makes
             # a new node when the parameter is converted
             node = torch.autograd.graph.get_gradient_edge(slot.param).node
@@ -278,7 +281,8 @@ class Reducer(Group):
         if not members:
             return None
         missed = set(self._missed)
-        table = agreement.gather_flags([slot in missed for slot in members], self.channel.control)
+        idle_here = [slot in missed and slot.param.requires_grad for slot in members]
+        table = agreement.gather_flags(idle_here, self.channel.control)
         idle = {
             slot.name: [rank for rank, flags in enumerate(table) if flags[index]]
             for index, slot in enumerate(members)
@@ -349,7 +353,7 @@ def _keep_apart_hook(slot: Slot, tally: _Tally) -> Callable[[tuple[Any, ...]], t
 
     def hook(grads: tuple[Any, ...]) -> tuple[Any, ...]:
         slot = slot_of_hook()
-        if slot is not None and not slot.used and slot.param.grad is not None:
+        if tally.keeps_apart and slot is not None and not slot.used and slot.param.grad is not None:
             earlier = slot.param.grad
             slot.base = earlier.clone() if earlier is slot.view else earlier
             slot.param.grad = None

@@ -1,0 +1,453 @@
+"""Steps that differ between ranks, and models and loops of other people's, through the Trainer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_replicate import ReplicateError, ReplicateStrategy
+from tests.core.helpers import Branches, assert_ranks_equal, assert_same, data, mlp, seeded
+from tests.ranks import Ranks
+from tests.strategy.helpers import Batches, Small, assert_trained_like, by_hand, trainer
+from tests.strategy.test_trainer import _Game, _Idle, _loss, _Skipping, _skips
+
+WORLD = 2
+
+
+# ---- skipped steps --------------------------------------------------------------------------------------------------
+
+
+def _together(rank: int) -> None:
+    model = _Skipping("none")
+    trainer(ReplicateStrategy(skipped_steps="together")).fit(model)
+    nobody = lambda step: any(_skips(r, step) for r in range(WORLD))
+    reference = by_hand(mlp(4, 5, 2), lambda m, r, step: None if nobody(step) else _loss(m, r, step), 6, world=WORLD)
+    assert_trained_like(model, reference)
+
+    model = _Skipping("none")
+    trainer(ReplicateStrategy(skipped_steps="together"), accumulate_grad_batches=3).fit(model)
+
+    def windows(module: nn.Module, r: int, step: int) -> list[Tensor] | None:
+        return [_loss(module, r, i) / 3 for i in range(step * 3, step * 3 + 3) if not nobody(i)] or None
+
+    assert_trained_like(model, by_hand(mlp(4, 5, 2), windows, 2, world=WORLD))
+
+
+def test_r28_all_ranks_skip_together(ranks: Ranks) -> None:
+    ranks(2, _together)
+
+
+def _error(rank: int) -> None:
+    with pytest.raises(ReplicateError, match=r"`training_step` returned None on rank 1 in step 1"):
+        trainer(ReplicateStrategy(skipped_steps="error")).fit(_Skipping("none"))
+    with pytest.raises(ValueError, match="`skipped_steps` must be one of"):
+        ReplicateStrategy(skipped_steps="never")  # type: ignore[arg-type]
+
+
+def test_r28_a_skipped_step_as_an_error_on_all_ranks(ranks: Ranks) -> None:
+    ranks(2, _error)
+
+
+def _scaled(rank: int) -> None:
+    for mode in ("participants", "together"):
+        for accumulate in (1, 3):
+            model = _Skipping("none")
+            plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=64.0))
+            strategy = ReplicateStrategy(skipped_steps=mode)  # type: ignore[arg-type]
+            trainer(strategy, plugins=[plugin], accumulate_grad_batches=accumulate).fit(model)
+            out = lambda r, i, mode=mode: (
+                any(_skips(s, i) for s in range(WORLD)) if mode == "together" else _skips(r, i)
+            )
+
+            def windows(m: nn.Module, r: int, step: int, out: Any = out, k: int = accumulate) -> list[Tensor] | None:
+                return [_loss(m, r, i) / k for i in range(step * k, step * k + k) if not out(r, i)] or None
+
+            reference = by_hand(mlp(4, 5, 2), windows, 6 // accumulate, world=WORLD)
+            assert_trained_like(model, reference, rtol=1e-2, atol=1e-3)
+
+
+def test_r28_skipped_steps_under_16_mixed(ranks: Ranks) -> None:
+    """Also in a step that all ranks skip, where the loss scaler finds no gradient at all."""
+    ranks(2, _scaled)
+
+
+class _Detached(Small):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        return loss.detach() if batch_idx == 1 and self.global_rank == 1 else loss
+
+
+def _detached(rank: int) -> None:
+    error, message = (
+        (RuntimeError, "does not require grad") if rank == 1 else (ReplicateError, "Rank 1 of this process group gave")
+    )
+    with pytest.raises(error, match=message):
+        trainer().fit(_Detached())
+
+
+def test_r29_a_loss_detached_on_one_rank_raises_on_all(ranks: Ranks) -> None:
+    ranks(2, _detached, timeout=30)
+
+
+# ---- averages -------------------------------------------------------------------------------------------------------
+
+
+class _Weighted(Small):
+    """Batches of other sizes on each rank; the optimizer step must equal one on all samples."""
+
+    steps = 6
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        batch = batch[: _size(self.global_rank, batch_idx)]
+        self.trainer.strategy.set_weight(len(batch))
+        return self.loss(batch)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Batches(self.trainer.global_rank, self.steps, size=8), batch_size=None)
+
+
+def _size(rank: int, step: int) -> int:
+    return [3, 5, 1, 8, 2, 4][(step + 3 * rank) % 6]
+
+
+def _weighted(rank: int) -> None:
+    for accumulate in (1, 3):
+        model = _Weighted()
+        run = trainer(ReplicateStrategy(average="weighted"), accumulate_grad_batches=accumulate)
+        run.fit(model)
+        whole = lambda m, _, step, k=accumulate: (
+            m(torch.cat([data(r, i, 8, 4)[: _size(r, i)] for r in range(WORLD) for i in range(step * k, step * k + k)]))
+            .pow(2)
+            .mean()
+        )
+        assert_trained_like(model, by_hand(mlp(4, 5, 2), whole, 6 // accumulate, world=1))
+    with pytest.raises(ValueError, match="average='weighted'"):
+        trainer().fit(_Weighted())
+
+
+def test_r45_weights_equal_one_process_on_all_samples(ranks: Ranks) -> None:
+    ranks(2, _weighted)
+
+
+def _strict(rank: int) -> None:
+    with pytest.raises(
+        ReplicateError, match=r"net\.idle\.bias on rank 0, 1; net\.idle\.weight on rank 0, 1; net\.left"
+    ):
+        trainer(ReplicateStrategy(strict_unused=True)).fit(_Idle())
+    model = Small()
+    trainer(ReplicateStrategy(strict_unused=True)).fit(model)
+    assert_trained_like(model, by_hand(mlp(4, 5, 2), _loss, 4, world=WORLD))
+
+
+def test_r02_strict_unused(ranks: Ranks) -> None:
+    ranks(2, _strict)
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+class _Experts(Small):
+    """A mixture of experts of equal shapes, chosen by each rank for itself; LayerDrop; an idle adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = seeded(_ExpertNet, 0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch, self.global_rank, batch_idx).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+
+
+class _ExpertNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4).requires_grad_(False)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.idle_adapter = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, rank: int, step: int) -> Tensor:
+        x = self.experts[(step + 2 * rank) % 3](self.trunk(x))
+        for index, layer in enumerate(self.layers):
+            if (step + rank + index) % 3:  # LayerDrop: another layer on each rank
+                x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def _experts(rank: int) -> None:
+    model = _Experts()
+    untouched = copy.deepcopy([*model.net.experts[3].parameters(), *model.net.idle_adapter.parameters()])
+    states: list[Any] = []
+
+    class Look(Callback):
+        def on_train_end(self, t: Any, module: Any) -> None:
+            states.append(t.optimizers[0].state)
+
+    trainer(callbacks=[Look()]).fit(model)
+    reference = seeded(_ExpertNet, 0)
+    params = [p for p in reference.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        sum(
+            reference(data(r, step, 3, 4), r, step).pow(2).mean()
+            for r in range(WORLD)  # type: ignore[misc]
+        ).div(WORLD).backward()
+        optimizer.step()
+    assert_trained_like(model, list(reference.parameters()))
+    # idle everywhere: no gradient, no optimizer state, and no weight decay either
+    idle = [*model.net.experts[3].parameters(), *model.net.idle_adapter.parameters()]
+    assert_same(idle, untouched, rtol=0, atol=0)
+    assert all(param.grad is None and param not in states[0] for param in idle)
+
+
+def test_r01_r18_experts_layerdrop_adapters(ranks: Ranks) -> None:
+    ranks(2, _experts)
+
+
+class _Penalized(_Game):
+    """WGAN-GP: the gradient of the critic by its input is part of the critic's loss."""
+
+    def critic_loss(self, batch: Tensor) -> Tensor:
+        real = batch[:, :3].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self.critic(real).sum(), real, create_graph=True)
+        return super().critic_loss(batch) + (slope.norm(2, dim=1) - 1).pow(2).mean()
+
+
+def _penalized(rank: int) -> None:
+    from tests.strategy import test_trainer
+
+    model = _Penalized(True, False, True)
+    trainer().fit(model)
+    plain, test_trainer._Game = test_trainer._Game, _Penalized
+    try:
+        assert_trained_like(model, test_trainer._game_by_hand(True))
+    finally:
+        test_trainer._Game = plain
+
+
+def test_r21_gradient_penalty(ranks: Ranks) -> None:
+    ranks(2, _penalized)
+
+
+class _SelfSupervised(Small):
+    """Student and frozen teacher, several forwards a step, a bare parameter; the teacher follows after the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        views = [batch * scale for scale in (1.0, 0.5, 0.25)]
+        target = self.teacher(batch)
+        return sum((self.net(v) - target * self.temperature).pow(2).mean() for v in views)  # type: ignore[return-value]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for mine, theirs in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.net.parameters(), self.temperature], lr=0.1)
+
+
+def _self_supervised(rank: int) -> None:
+    model = _SelfSupervised()
+    trainer().fit(model)
+    reference = _SelfSupervised()
+    params = [*reference.net.parameters(), reference.temperature]
+    for step in range(4):
+        losses = [reference.training_step(data(r, step, 3, 4), step) for r in range(WORLD)]
+        found = torch.autograd.grad(sum(losses) / WORLD, params)  # type: ignore[arg-type]
+        with torch.no_grad():
+            for param, grad in zip(params, found, strict=True):
+                param -= 0.1 * grad
+        reference.on_train_batch_end()
+    assert_trained_like(model, list(reference.parameters()))
+
+
+def test_r16_student_and_teacher(ranks: Ranks) -> None:
+    ranks(2, _self_supervised)
+
+
+def _averaging(rank: int) -> None:
+    for callback in (WeightAveraging(), EMAWeightAveraging(decay=0.5)):
+        model = Small()
+        trainer(callbacks=[callback]).fit(model)  # copies the module when it begins, and back when it ends
+        assert_ranks_equal(list(model.parameters()))
+        trajectory = [mlp(4, 5, 2).parameters()]
+        trajectory = [[p.detach() for p in by_hand(mlp(4, 5, 2), _loss, steps, world=WORLD)] for steps in range(5)]
+        if isinstance(callback, EMAWeightAveraging):
+            expected = trajectory[1]
+            for later in trajectory[2:]:
+                expected = [0.5 * a + 0.5 * b for a, b in zip(expected, later, strict=True)]
+        else:
+            expected = [torch.stack(column).mean(0) for column in zip(*trajectory[1:], strict=True)]
+        assert_same(list(model.parameters()), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_callbacks_that_copy_the_model(ranks: Ranks) -> None:
+    ranks(2, _averaging)
+
+
+class _FromHooks(Small):
+    """Backward is called from a hook, not from the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.kept = self.loss(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.kept.backward()
+        optimizer.step()
+
+
+def _from_hooks(rank: int) -> None:
+    model = _FromHooks()
+    trainer().fit(model)
+    assert_trained_like(model, by_hand(mlp(4, 5, 2), _loss, 4, world=WORLD))
+
+
+def test_r10_backward_from_a_hook(ranks: Ranks) -> None:
+    ranks(2, _from_hooks)
+
+
+class _Looked(Small):
+    """Sparse embeddings beside dense layers, each with its own optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = seeded(lambda: nn.Embedding(8, 4, sparse=True), 0)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(self.looked(self.global_rank, batch_idx))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def looked(self, rank: int, step: int) -> Tensor:
+        return self.net(self.table(torch.tensor([rank, step, step, 7 - rank]))).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SparseAdam(self.table.parameters(), lr=0.01),
+            torch.optim.SGD(self.net.parameters(), lr=0.1),
+        ]
+
+
+def _sparse(rank: int) -> None:
+    model = _Looked()
+    trainer().fit(model)
+    reference = _Looked()
+    sparse, dense = reference.configure_optimizers()
+    for step in range(4):
+        sparse.zero_grad()
+        dense.zero_grad()
+        sum(reference.looked(r, step) for r in range(WORLD)).div(WORLD).backward()  # type: ignore[union-attr]
+        sparse.step()
+        dense.step()
+    assert_trained_like(model, list(reference.parameters()))
+
+
+def test_r66_sparse_embeddings(ranks: Ranks) -> None:
+    ranks(2, _sparse)
+
+
+class _Alone(Small):
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_rank == 0:  # a callback that looks at the model on rank 0 only
+            with torch.no_grad():
+                self.net(torch.ones(1, 4))
+            self.eval()
+            self(torch.ones(1, 4))
+            self.train()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def _alone(rank: int) -> None:
+    model = _Alone()
+    trainer().fit(model)
+    assert_trained_like(model, by_hand(mlp(4, 5, 2), _loss, 4, world=WORLD))
+
+
+def test_r33_a_forward_on_rank_0_alone(ranks: Ranks) -> None:
+    ranks(2, _alone)
+
+
+class _Lazy(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(2))
+
+
+def _lazy(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"'net.0.weight' is not initialized yet \(a lazy module\)"):
+        trainer().fit(_Lazy())
+    model = _Lazy()
+    model.net(torch.ones(1, 4))  # other values on each rank
+    trainer().fit(model)
+    assert_ranks_equal(list(model.parameters()))
+
+
+def test_r26_lazy_modules(ranks: Ranks) -> None:
+    ranks(2, _lazy)
+
+
+class _Twice(_Idle):
+    """Fitted twice, with a gradient that user code clears, or replaces, after backward."""
+
+    def on_after_backward(self) -> None:
+        self.net.head.bias.grad = None
+        self.net.head.weight.grad = torch.ones_like(self.net.head.weight)
+
+
+def _twice(rank: int) -> None:
+    model = _Twice()
+    head = [param.detach().clone() for param in model.net.head.parameters()]
+    trainer().fit(model)
+    trainer().fit(model)
+    assert_ranks_equal(list(model.parameters()))
+    assert_same(list(model.net.head.parameters()), [head[0] - 8 * 0.1, head[1]])
+
+
+def test_gradients_that_user_code_replaces(ranks: Ranks) -> None:
+    ranks(2, _twice)
+
+
+def _branches_in_windows(rank: int) -> None:
+    model = _Idle()
+    model.steps = 8  # type: ignore[misc]
+    trainer(accumulate_grad_batches=3).fit(model)
+
+    def windows(m: nn.Module, r: int, step: int) -> list[Tensor]:
+        return [
+            m(data(r, i, 3, 4), *(["left"] if (i + r) % 2 else [])).pow(2).mean() / 3
+            for i in range(step * 3, min(step * 3 + 3, 8))
+        ]
+
+    assert_trained_like(model, by_hand(seeded(Branches, 0), windows, 3, world=WORLD))
+
+
+def test_r44_windows_that_touch_different_branches(ranks: Ranks) -> None:
+    ranks(2, _branches_in_windows)
