@@ -128,6 +128,8 @@ class Reducer(Group):
         self.follow()
         self.count_frozen_rounds()
         weight = self._window if self.options.average == "weighted" else min(self._window, 1.0)
+        if self.options.average == "world":
+            weight = 1.0  # every rank counts, and holds its share of earlier rounds
         self._said = Round(0.0 if abort else weight, self.wants_layout, abort)
         self._sent = [0, 0, 0, 0]
         early = self.requires_sync and self._tally.arrivals is None and not self._saw_nested
