@@ -9,7 +9,7 @@ wire is lossy, the part behind the gradients (the *tail*) is a tensor of its own
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -342,6 +342,23 @@ class Bucket:
     def read_totals(self) -> Totals:
         """The sums over ranks of weight, signal and abort. Waits for the device."""
         return Totals(*self._read()[_WEIGHT:])
+
+    def read_totals_later(self) -> Callable[[], Totals]:
+        """Starts to copy the totals to the host. Calling the result waits for that copy, and for nothing else."""
+        numbers = self.tail[_WEIGHT:]
+        numbers = (numbers.real if numbers.is_complex() else numbers).float()
+        if self.device.type != "cuda":
+            kept = numbers.clone()
+            return lambda: Totals(*kept.tolist())
+        host = torch.empty(_TAIL_EXTRA, pin_memory=True).copy_(numbers, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def read() -> Totals:
+            copied.synchronize()
+            return Totals(*host.tolist())
+
+        return read
 
     @property
     def weight(self) -> torch.Tensor:

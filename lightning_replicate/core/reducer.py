@@ -21,7 +21,7 @@ import torch
 from lightning_replicate import _private
 from lightning_replicate.core import agreement
 from lightning_replicate.core.api import Options, ReplicateError, RoundStats
-from lightning_replicate.core.bucket import Bucket, Slot
+from lightning_replicate.core.bucket import Bucket, Slot, Totals
 from lightning_replicate.core.group import Group
 from lightning_replicate.core.sparse import SparseBucket
 from lightning_replicate.core.wire import Round
@@ -76,6 +76,7 @@ class Reducer(Group):
         self._said = Round(1.0)
         self._sent = [0, 0, 0, 0]  # bytes, collectives, early, late
         self._missed: list[Slot] = []
+        self._unread: Callable[[], Totals] | None = None  # the last round's totals, while nobody waited for them
         self.index = channel.add(self)
 
     @property
@@ -124,6 +125,7 @@ class Reducer(Group):
         Args:
             abort: Whether this rank takes part only to tell the others that it gave up.
         """
+        self._hear_the_last_round()
         self.before_round()
         self.follow()
         self.count_frozen_rounds()
@@ -225,12 +227,40 @@ class Reducer(Group):
         if not self.buckets:
             return self.wants_layout, self._said.abort
         last = self.buckets[-1]
-        # Reading costs nothing on a CPU. On a GPU it would make the host wait for the device in every round; ranks run
-        # the same program, so there each rank relies on seeing the change itself once the layout has settled.
-        if last.device.type == "cpu" or self._tally.arrivals is not None:
+        if self.reads_at_once(last):
             totals = last.read_totals()
             return totals.signal > 0, totals.abort > 0
-        return self.wants_layout, self._said.abort
+        self._unread = last.read_totals_later()
+        return self._said.signal, self._said.abort
+
+    def reads_at_once(self, bucket: Bucket | SparseBucket) -> bool:
+        """Whether to read what other ranks say at the end of the round in which they say it.
+
+        On a CPU that costs nothing. On a GPU it would make the host wait for the device in every round. Ranks run the
+        same program, so a rank that has nothing to say itself reads it at the start of the next round, when the copy
+        has long arrived. The ranks that did say something wait for it until then.
+        """
+        return bucket.device.type == "cpu" or self._tally.arrivals is not None
+
+    def _hear_the_last_round(self) -> None:
+        """Joins ranks that asked for a new layout, or gave up, in a round whose totals were not read at once.
+
+        Raises:
+            ReplicateError: If a rank gave up, or ranks no longer hold the same parameters.
+        """
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        totals = unread()
+        if totals.abort > 0 and not self._said.abort:
+            agreement.gather_flags([False], self.channel.control)
+            raise ReplicateError(
+                f"Another rank gave the last round up, so the gradients of rank {self.channel.rank} were not averages"
+                f" in the step that it took after that."
+            )
+        if totals.signal > 0 and not self._said.signal:
+            self.agree(broadcast=True)
+            self.build()
 
     def _follow_the_model(self) -> None:
         """Agrees on a new layout, and averages in this very round what the old one had no place for."""

@@ -9,6 +9,7 @@ Reading the header makes the host wait for the device, since the sizes of what f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -156,6 +157,11 @@ class SparseBucket:
     def read_totals(self) -> Totals:
         """The sums over ranks of weight, signal and abort."""
         return self._totals
+
+    def read_totals_later(self) -> Callable[[], Totals]:
+        """The same; the header is on the host already."""
+        totals = self._totals
+        return lambda: totals
 
     def abandon(self) -> None:
         """Forgets the round that is under way."""

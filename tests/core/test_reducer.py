@@ -803,6 +803,45 @@ def test_ranks_that_unfreeze_differently_get_an_error_on_every_rank(ranks: Ranks
     ranks(2, _rank_dependent_freeze)
 
 
+def _late_news(rank: int) -> None:
+    """As on a GPU: a rank that has nothing to say reads what others said at the start of the next round."""
+    from lightning_replicate.core.reducer import Reducer
+
+    at_once = Reducer.reads_at_once
+    Reducer.reads_at_once = lambda self, bucket: self._tally.arrivals is not None  # type: ignore[method-assign]
+    try:
+        model = Branches()
+        replicate(model)
+        loss = lambda r, step: model(data(r, step, 3, 4), "left").pow(2).sum()
+        for step in range(3):
+            model.zero_grad()
+            expected = _expect_mean(model, lambda r: loss(r, step))
+            loss(rank, step).backward()
+            _check(model, expected)
+        model.right.requires_grad_(False)  # alike on all ranks, and noticed after some rounds
+        for step in range(12):
+            model.zero_grad()
+            loss(rank, step).backward()
+            assert_ranks_equal([param.grad for param in model.parameters()])
+        assert "right.weight" not in replicate.state(model).plan().parameters
+        if rank == 1:  # on one rank only: every rank hears of it
+            model.right.requires_grad_(True)
+        match = r"'right.weight' differs between ranks in its requires_grad"
+        if rank == 1:
+            with pytest.raises(ReplicateError, match=match):
+                loss(rank, 20).backward()
+        else:
+            loss(rank, 20).backward()
+            with pytest.raises(ReplicateError, match=match):
+                loss(rank, 21).backward()
+    finally:
+        Reducer.reads_at_once = at_once  # type: ignore[method-assign]
+
+
+def test_news_of_the_last_round_reaches_every_rank(ranks: Ranks) -> None:
+    ranks(2, _late_news)
+
+
 def _conversions(rank: int) -> None:
     model = mlp(4, 5, 2)
     replicate(model)
