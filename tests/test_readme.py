@@ -73,7 +73,7 @@ def test_snippet(ranks: Ranks, index: int) -> None:
 
 
 def test_there_are_snippets() -> None:
-    assert len(SNIPPETS) == 4
+    assert len(SNIPPETS) == 5
 
 
 def test_the_gate_runs_the_commands() -> None:

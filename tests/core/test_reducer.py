@@ -366,6 +366,8 @@ def _second_order(rank: int) -> None:
         loss(rank).backward(create_graph=True)
         _check(model, expected)
         assert all(param.requires_grad for param in model.parameters())
+        with pytest.raises(RuntimeError, match="does not require grad"):  # refused, not silently local
+            model[0].weight.grad.sum().backward()
         for param in model.parameters():
             param.grad = None  # a graph that holds its own parameters is a cycle
 
