@@ -145,6 +145,7 @@ def test_aliases(name: str) -> None:
     assert done.stdout.strip() == {"replicate_spawn": "spawn"}.get(name, "fork"), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", ["TORCH_DEVICE_BACKEND_AUTOLOAD", "LIGHTNING_REPLICATE_AUTOLOAD"])
 def test_with_autoload_off_an_import_registers(switch: str) -> None:
     off = {switch: "0"}
@@ -158,6 +159,7 @@ def test_with_autoload_off_an_import_registers(switch: str) -> None:
         assert "ReplicateStrategy" in _trainer(before=before, **off), before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["_autoload.py", "strategy/trainer.py"])
 def test_import_torch_survives_a_failure_of_ours(broken: str, tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "lightning_replicate", ignore=shutil.ignore_patterns("__pycache__"))

@@ -71,16 +71,20 @@ def _first_difference(described: Sequence[tuple[str, Sequence[ParamSpec]]]) -> s
 
 
 @torch.no_grad()
-def broadcast_from_first(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+def broadcast_from_first(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, *, unseen_by_autograd: bool = False
+) -> None:
     """Gives every rank the values of the group's first rank, a few large messages at a time.
 
     Args:
         tensors: Tensors of the same shapes, data types and devices on all ranks; changed in place.
         group: The group over which they travel.
+        unseen_by_autograd: Whether graphs that are still to be run may hold the tensors. Their versions stay then.
     """
     source = dist.get_global_rank(group, 0)
     is_source = dist.get_rank(group) == 0
-    for chunk in _chunks([tensor.detach() for tensor in tensors if tensor.numel() > 0]):
+    writable = [tensor.data if unseen_by_autograd else tensor.detach() for tensor in tensors if tensor.numel() > 0]
+    for chunk in _chunks(writable):
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
         dist.broadcast(flat.view(torch.uint8), source, group=group)  # bytes: every backend sends every type
         if is_source:

@@ -60,6 +60,8 @@ class Options:
             raise TypeError(f"`comm_hook` must be callable, got {type(self.comm_hook).__name__}.")
         if self.comm_hook is not None and self.reduce_dtype is not None:
             raise ValueError("Give either `comm_hook` or `reduce_dtype`: a hook decides itself what travels.")
+        if self.comm_hook is not None and self.average == "sum":
+            raise ValueError("A `comm_hook` divides by the world size itself, so `average='sum'` cannot be kept.")
         if isinstance(self.buffers, str) and self.buffers not in _BUFFER_SCHEDULES:
             raise ValueError(
                 f"`buffers` must be one of {', '.join(_BUFFER_SCHEDULES)}, a list of names or a callable,"

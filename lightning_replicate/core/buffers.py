@@ -94,7 +94,7 @@ class BufferSync:
         tensors = [buffer for buffer in found if buffer is not None]
         if tensors:
             with torch.profiler.record_function("replicate::buffers"):
-                broadcast_from_first(tensors, self._group)
+                broadcast_from_first(tensors, self._group, unseen_by_autograd=True)
 
 
 def _is_metric(module: nn.Module) -> bool:

@@ -311,8 +311,10 @@ class ReplicateState:
             factor: A positive number; ``None`` follows ``average`` again.
 
         Raises:
-            ValueError: If the factor is not positive.
+            ValueError: If the factor is not positive, or a communication hook divides already.
         """
+        if self._options.comm_hook is not None:
+            raise ValueError("A `comm_hook` divides by the world size itself, so there is no other divide factor.")
         if factor is not None and not factor > 0:
             raise ValueError(f"A gradient divide factor must be positive, got {factor!r}.")
         for reducer in self._reducers:

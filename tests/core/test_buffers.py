@@ -67,6 +67,33 @@ def test_r55_r57_d78_d79_d82_t38_choices(ranks: Ranks) -> None:
     ranks(2, _choices)
 
 
+class _Scaled(nn.Module):
+    """A buffer that autograd keeps for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+def _two_backwards(rank: int) -> None:
+    model = replicate(seeded(_Scaled, 0))
+    out = model(data(rank, 0, 3, 4))
+    out[:, 0].sum().backward(retain_graph=True)  # the buffer is synchronized here
+    out[:, 1].sum().backward()
+    two = model(data(rank, 1, 3, 4)), model(data(rank, 2, 3, 4))
+    for each in two:
+        each.sum().backward()
+    assert_ranks_equal([param.grad for param in model.parameters()])
+
+
+def test_t38_a_buffer_may_be_part_of_a_graph_that_is_still_to_run(ranks: Ranks) -> None:
+    ranks(2, _two_backwards)
+
+
 def _values(rank: int) -> None:
     model = seeded(_Model, rank)
     replicate(model)

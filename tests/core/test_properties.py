@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -130,6 +131,7 @@ def _by_hand(model: _Model, params: Any, old: list[Any], case: Any, step: Any, n
     ]
 
 
+@pytest.mark.slow
 def test_ranks_end_equal_and_right(ranks: Ranks) -> None:
     @settings(
         max_examples=CASES,

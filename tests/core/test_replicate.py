@@ -140,6 +140,7 @@ def _bad_arguments(rank: int) -> None:
             "either `comm_hook` or `reduce_dtype`",
             lambda: replicate(model, comm_hook=print, reduce_dtype=torch.float16),
         ),
+        (ValueError, "divides by the world size", lambda: replicate(model, comm_hook=print, average="sum")),
         (
             ValueError,
             "either `mesh` or `process_group`",

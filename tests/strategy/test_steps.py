@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import copy
+import os
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -299,6 +309,93 @@ def _averaging(rank: int) -> None:
 
 def test_callbacks_that_copy_the_model(ranks: Ranks) -> None:
     ranks(2, _averaging)
+
+
+class _CopyInside(Small):
+    """torch's averaged model as a part of the module, its parameters in the optimizer like all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.averaged = AveragedModel(self.net)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.averaged.update_parameters(self.net)
+
+
+def _copy_inside(rank: int) -> None:
+    model = _CopyInside()
+    trainer().fit(model)
+    trajectory = [[p.detach() for p in by_hand(mlp(4, 5, 2), _loss, steps, world=WORLD)] for steps in range(1, 5)]
+    mean = [torch.stack(column).mean(0) for column in zip(*trajectory, strict=True)]
+    assert_same(list(model.averaged.module.parameters()), mean, rtol=1e-4, atol=1e-6)
+    assert_ranks_equal([*model.parameters(), *model.buffers()])
+
+
+def test_an_averaged_copy_inside_the_module(ranks: Ranks) -> None:
+    ranks(2, _copy_inside)
+
+
+class _Monitored(Small):
+    """A monitored value that differs between ranks, and is not synchronized."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        falls = self.current_epoch if self.global_rank == 0 else -self.current_epoch
+        self.log("watched", torch.tensor(float(-falls)))
+
+
+def _monitored(rank: int, folder: str) -> None:
+    model = _Monitored()
+    keep = ModelCheckpoint(dirpath=folder, monitor="watched", save_top_k=1, save_last=True)
+    stop = EarlyStopping("watched", patience=1)
+    run = trainer(max_epochs=4, limit_val_batches=1, callbacks=[keep, stop], enable_checkpointing=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "It is recommended to use `self.log")  # not doing so is the case
+        run.fit(model)  # ranks that disagree do not wait for each other
+    epochs: list[Any] = [None] * WORLD
+    torch.distributed.all_gather_object(epochs, (run.current_epoch, sorted(os.listdir(folder))))
+    assert epochs[0] == epochs[1]
+    assert "last.ckpt" in epochs[0][1]
+    assert_ranks_equal(list(model.parameters()))
+
+
+def test_r34_r35_a_monitored_value_that_differs_between_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _monitored, str(tmp_path))
+
+
+def _twin(rank: int) -> None:
+    import pytorch_lightning as twin
+
+    class Twin(twin.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp(4, 5, 2)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch).pow(2).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(Batches(rank, 4), batch_size=None)
+
+    model = Twin()
+    twin.Trainer(
+        strategy="replicate",
+        accelerator="cpu",
+        devices=WORLD,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    ).fit(model)
+    assert_trained_like(model, by_hand(mlp(4, 5, 2), _loss, 4, world=WORLD))
+
+
+def test_the_other_twin_of_lightning_trains_as_well(ranks: Ranks) -> None:
+    ranks(2, _twin)
 
 
 class _FromHooks(Small):
