@@ -398,6 +398,62 @@ def test_the_other_twin_of_lightning_trains_as_well(ranks: Ranks) -> None:
     ranks(2, _twin)
 
 
+class _Converted(Small):
+    """Double precision from step 2 on; in step 3 all parameters are other objects."""
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.double()
+        if batch_idx == 3:
+            self.load_state_dict({key: value.clone() for key, value in self.state_dict().items()}, assign=True)
+            self.optimizers().param_groups[0]["params"] = list(self.parameters())
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return super().loss(batch.to(self.net[0].weight.dtype))
+
+
+def _converted(rank: int) -> None:
+    model = _Converted()
+    trainer().fit(model)
+    reference = [param.double() for param in by_hand(mlp(4, 5, 2), _loss, 4, world=WORLD)]
+    assert_trained_like(model, reference)
+
+
+def test_r25_t03_conversions_between_steps(ranks: Ranks) -> None:
+    ranks(2, _converted)
+
+
+class _NewHead(Small):
+    """A head that is replaced at epoch 1, with other values on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head: nn.Module = mlp(2, 2, seed=5)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.head(self.net(batch)).pow(2).mean()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.head = mlp(2, 2, seed=100 + self.global_rank)
+            optimizer = self.optimizers()
+            optimizer.param_groups[0]["params"] = list(self.net.parameters())
+            optimizer.add_param_group({"params": list(self.head.parameters())})
+
+
+def _new_head(rank: int) -> None:
+    model = _NewHead()
+    trainer(max_epochs=2).fit(model)
+    reference = nn.Sequential(mlp(4, 5, 2), mlp(2, 2, seed=5))
+    by_hand(reference, _loss, 4, world=WORLD)
+    reference[1] = mlp(2, 2, seed=100)  # rank 0's
+    assert_trained_like(model, by_hand(reference, _loss, 4, world=WORLD))
+
+
+def test_r26_a_head_replaced_while_training(ranks: Ranks) -> None:
+    ranks(2, _new_head)
+
+
 class _FromHooks(Small):
     """Backward is called from a hook, not from the step."""
 
