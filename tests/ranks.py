@@ -76,9 +76,7 @@ class _Pool:
         port = random.SystemRandom().randrange(20000, 60000)
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_worker, args=(rank, world_size, self._store.name, port, theirs), daemon=True
-            )
+            process = context.Process(target=_worker, args=(rank, world_size, self._store.name, port, theirs))
             process.start()
             theirs.close()
             self.pipes.append(ours)

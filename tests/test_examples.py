@@ -57,3 +57,9 @@ def test_r28_skipped_steps() -> None:
     assert skipped is not None
     assert int(skipped[1]) > 0
     assert int(skipped[2]) > 0
+
+
+def test_r30_uneven_stream() -> None:
+    out = _run("uneven_stream.py")
+    assert re.search(r"stop: batches of each rank in an epoch \[14, 14\]", out)
+    assert re.search(r"join: batches of each rank in an epoch \[14, 29\]", out)

@@ -139,6 +139,19 @@ def union(flags: Sequence[bool], control: dist.ProcessGroup) -> list[bool]:
     return [bool(flag) for flag in message.tolist()]
 
 
+def gather_number(number: int, control: dist.ProcessGroup) -> list[int]:
+    """All ranks' numbers, rank by rank.
+
+    Args:
+        number: This rank's number.
+        control: A group on which CPU tensors travel.
+    """
+    message = torch.tensor([number], dtype=torch.int64)
+    gathered = [torch.empty_like(message) for _ in range(dist.get_world_size(control))]
+    dist.all_gather(gathered, message, group=control)
+    return [int(theirs.item()) for theirs in gathered]
+
+
 def gather_flags(flags: Sequence[bool], control: dist.ProcessGroup) -> list[list[bool]]:
     """All ranks' flags, rank by rank.
 

@@ -1,5 +1,5 @@
 """The upper floor: ties the core into Lightning's Trainer.
 
-Read ``selection`` (which submodules) and ``marking`` (who owns which parameter), then ``lifecycle`` (set-up, step,
-tear-down), then ``trainer``: the thin class.
+Read ``selection`` (which submodules), ``marking`` (who owns which parameter), ``inputs`` (uneven data), ``precision``
+(loss scaling), ``lifecycle`` (set-up, step, tear-down) and ``trainer``: the thin class.
 """

@@ -18,11 +18,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_replicate import _private
-from lightning_replicate.core.agreement import gather_flags
+from lightning_replicate.core.agreement import gather_flags, gather_number
 from lightning_replicate.core.api import Average, BufferChoice, Options, Plan, ReplicateError
 from lightning_replicate.core.replicate import states_in
 from lightning_replicate.core.state import ReplicateState
+from lightning_replicate.strategy.inputs import UnevenInputs, agree_on_end, holds_no_batch
 from lightning_replicate.strategy.marking import mark, parameters_of_optimizers, require_managed
+from lightning_replicate.strategy.precision import closure_for_scaler
 from lightning_replicate.strategy.selection import Patterns, select
 
 if TYPE_CHECKING:
@@ -51,6 +53,9 @@ class ReplicateLifecycle:
         skipped_steps: What happens when ``training_step`` returns ``None`` on some ranks. ``"participants"``: they
             contribute nothing, and the average is over the others. ``"together"``: all ranks skip the step (the micro-
             batch, under accumulation). ``"error"``: all ranks raise. All ranks take the optimizer step together.
+        uneven_inputs: What happens when ranks' training loaders end at different times. ``"stop"``: all ranks end the
+            epoch after the same batch, when the first has no more. ``"join"``: ranks that have no more contribute
+            nothing until the last is done. ``"error"``: all ranks raise.
         strict_unused: Whether a step that leaves a parameter without a gradient, on any rank, raises on all ranks, with
             the names.
         buffers: Which buffers follow rank 0 after set-up, and when: ``"auto"``, ``"step"``, ``"epoch"``, ``"start"``,
@@ -97,6 +102,7 @@ class ReplicateLifecycle:
         reduce_dtype: Optional[torch.dtype] = None,
         average: Average = "participants",
         skipped_steps: SkippedSteps = "participants",
+        uneven_inputs: UnevenInputs = "stop",
         strict_unused: bool = False,
         buffers: BufferChoice = "auto",
         accelerator: Optional[Accelerator] = None,
@@ -143,7 +149,10 @@ class ReplicateLifecycle:
         )
         if skipped_steps not in get_args(SkippedSteps):
             raise ValueError(f"`skipped_steps` must be one of {get_args(SkippedSteps)}, got {skipped_steps!r}.")
+        if uneven_inputs not in get_args(UnevenInputs):
+            raise ValueError(f"`uneven_inputs` must be one of {get_args(UnevenInputs)}, got {uneven_inputs!r}.")
         self._skipped_steps = skipped_steps
+        self._uneven_inputs = uneven_inputs
         self._states: list[ReplicateState] = []
         self._local_params: set[nn.Parameter] = set()
         self._checked: list[int] = []
@@ -223,17 +232,50 @@ class ReplicateLifecycle:
             require_managed(self.optimizers, self.lightning_module, managed)
             self._checked = seen
 
+    # ---- collectives of Lightning -----------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        # Lightning averages the sample counts of ranks as whole numbers, which cuts off a half where ranks evaluate
+        # other numbers of samples
+        averages = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
+        if averages and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and not tensor.is_complex():
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+
+    # ---- inputs -----------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        channels = self._channels()
+        if not channels or not self.lightning_module.trainer.training:
+            return dataloader
+        channel = channels[0].channel
+        assert channel is not None
+        agreed = agree_on_end(dataloader, self._uneven_inputs, lambda number: gather_number(number, channel.control))
+        joins = agreed is not dataloader and self._uneven_inputs == "join"
+        if joins and not self.lightning_module.automatic_optimization:
+            raise ValueError(
+                "`uneven_inputs='join'` needs automatic optimization: a rank without a batch cannot know how many"
+                " backwards the others make. Use `uneven_inputs='stop'`."
+            )
+        return agreed
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return batch if holds_no_batch(batch) else super().batch_to_device(batch, *args, **kwargs)  # type: ignore[misc]
+
     # ---- one step ---------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._follow_the_model()
         for state in self._states:
             state.pre_forward()
-        output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        has_batch = not (args and holds_no_batch(args[0]))
+        output = super().training_step(*args, **kwargs) if has_batch else None  # type: ignore[misc]
         self._skipped = False
         if not self.lightning_module.automatic_optimization or self.world_size == 1:
             return output
-        self._skipped = self._agree_on_skipping(output is None)
+        # a rank that has run out of data does not skip a step, it has none
+        self._skipped = self._agree_on_skipping(has_batch and output is None) or not has_batch
         if not self._skipped:
             return output
         # with a loss that reaches nothing, this rank's backward, scaler and optimizer step run like the others'
@@ -311,14 +353,8 @@ class ReplicateLifecycle:
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         self._follow_the_model()
 
-        def closure_that_says_if_there_is_nothing_to_step(closure: Callable[[], Any] = closure) -> Any:
-            result = closure()
-            has_grad = any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
-            return result if has_grad else None
-
         if getattr(self.precision_plugin, "scaler", None) is not None:
-            # a loss scaler raises where no parameter has a gradient, as when all ranks skip the step
-            closure = closure_that_says_if_there_is_nothing_to_step
+            closure = closure_for_scaler(optimizer, closure)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)  # type: ignore[misc]
 
     # ---- buffers ----------------------------------------------------------------------------------------------
