@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from sklearn.datasets import load_digits
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
+from torchmetrics.classification import MulticlassAccuracy
 
 
 class Digits(LightningDataModule):
@@ -36,6 +38,27 @@ class Digits(LightningDataModule):
         return DataLoader(self.held_out, batch_size=128)
 
     test_dataloader = val_dataloader
+
+
+class DenseClassifier(LightningModule):
+    """A small dense network on :class:`Digits`; subclasses say what a step does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+        self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        images, targets = batch
+        return nn.functional.cross_entropy(self.net(images), targets)
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        images, targets = batch
+        self.accuracy(self.net(images), targets)
+        self.log("test_accuracy", self.accuracy, on_step=False, on_epoch=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
 def parse(description: str | None, arguments: list[str] | None = None, epochs: int = 10) -> argparse.Namespace:
@@ -71,14 +94,20 @@ def make_trainer(options: argparse.Namespace, **more: Any) -> Trainer:
     )
 
 
+def gather(trainer: Trainer, thing: Any) -> list[Any]:
+    """What each rank has, on every rank."""
+    everybody = [thing] * trainer.world_size
+    if trainer.world_size > 1:
+        torch.distributed.all_gather_object(everybody, thing)
+    return everybody
+
+
 def ranks_are_equal(trainer: Trainer, module: LightningModule) -> bool:
     """Compares all parameters and buffers of all ranks bit by bit, and prints a hash for each rank."""
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():
         digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
-    everybody: list[Any] = [digest.hexdigest()[:16]] * trainer.world_size
-    if trainer.world_size > 1:
-        torch.distributed.all_gather_object(everybody, digest.hexdigest()[:16])
+    everybody = gather(trainer, digest.hexdigest()[:16])
     equal = len(set(everybody)) == 1
     if trainer.is_global_zero:
         print(f"ranks' weights: {', '.join(everybody)} ({'equal' if equal else 'DIFFERENT'})", flush=True)

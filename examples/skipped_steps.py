@@ -10,13 +10,9 @@ over the ranks that have a good one. Prints how many batches each rank skipped.
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule
-from shared import Digits, make_trainer, parse, ranks_are_equal
-from torch import Tensor, nn
-from torchmetrics.classification import MulticlassAccuracy
+from shared import DenseClassifier, Digits, gather, make_trainer, parse, ranks_are_equal
+from torch import Tensor
 
 
 class DamagedDigits(Digits):
@@ -27,27 +23,14 @@ class DamagedDigits(Digits):
             images[index, 0, 0, 0] = float("nan")
 
 
-class Classifier(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-        self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
-        self.skipped = 0
+class Classifier(DenseClassifier):
+    skipped = 0
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
-        images, targets = batch
-        if images.isnan().any():
+        if batch[0].isnan().any():
             self.skipped += 1
             return None
-        return nn.functional.cross_entropy(self.net(images), targets)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        images, targets = batch
-        self.accuracy(self.net(images), targets)
-        self.log("test_accuracy", self.accuracy, on_step=False, on_epoch=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+        return self.loss(batch)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,9 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     model, data = Classifier(), DamagedDigits(options.batch_size)
     trainer.fit(model, data)
     (result,) = trainer.test(model, data, verbose=False)
-    skipped: list[Any] = [model.skipped] * trainer.world_size
-    if trainer.world_size > 1:
-        torch.distributed.all_gather_object(skipped, model.skipped)
+    skipped = gather(trainer, model.skipped)
     if trainer.is_global_zero:
         print(f"batches skipped by each rank: {skipped}")
         print(f"test accuracy: {result['test_accuracy']:.4f}")

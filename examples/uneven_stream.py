@@ -14,11 +14,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from shared import Digits, make_trainer, parse, ranks_are_equal
-from torch import Tensor, nn
+from shared import DenseClassifier, Digits, gather, make_trainer, parse, ranks_are_equal
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_replicate import ReplicateStrategy
 
@@ -42,28 +40,15 @@ class Streams(Digits):
         return DataLoader(Shard(self.train, first, last, self.batch_size), batch_size=None)
 
 
-class Classifier(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-        self.accuracy = MulticlassAccuracy(num_classes=10, average="micro")
-        self.batches = 0
+class Classifier(DenseClassifier):
+    batches = 0
 
     def on_train_epoch_start(self) -> None:
         self.batches = 0
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, targets = batch
         self.batches += 1
-        return nn.functional.cross_entropy(self.net(images), targets)
-
-    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        images, targets = batch
-        self.accuracy(self.net(images), targets)
-        self.log("test_accuracy", self.accuracy, on_step=False, on_epoch=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+        return self.loss(batch)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,9 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         model, data = Classifier(), Streams(options.batch_size)
         trainer.fit(model, data)
         (result,) = trainer.test(model, data, verbose=False)
-        batches: list[Any] = [model.batches] * trainer.world_size
-        if trainer.world_size > 1:
-            torch.distributed.all_gather_object(batches, model.batches)
+        batches = gather(trainer, model.batches)
         if trainer.is_global_zero:
             print(f"{mode}: batches of each rank in an epoch {batches}, test accuracy {result['test_accuracy']:.4f}")
         fine = ranks_are_equal(trainer, model) and result["test_accuracy"] >= 0.9 and fine
