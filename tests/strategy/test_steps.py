@@ -454,6 +454,60 @@ def test_r26_a_head_replaced_while_training(ranks: Ranks) -> None:
     ranks(2, _new_head)
 
 
+class _OutOfMemory(Small):
+    """Rank 1 runs out of memory in the backward of step 1; user code catches that and tries again with less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.caught: list[str] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        state = self.trainer.strategy.states[0]
+        try:
+            too_much = batch_idx == 1 and self.global_rank == 1
+            x = _Explodes.apply(torch.tanh(self.net[0](batch)), too_much)
+            self.manual_backward(self.net[2](x).pow(2).mean())
+        except (MemoryError, ReplicateError) as error:
+            self.caught.append(type(error).__name__)
+            state.reset()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch[:1]))
+        optimizer.step()
+
+
+class _Explodes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, explode: bool) -> Tensor:
+        ctx.explode = explode
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.explode:
+            raise MemoryError("simulated")
+        return grad, None
+
+
+def _out_of_memory(rank: int) -> None:
+    model = _OutOfMemory()
+    trainer().fit(model)
+    assert model.caught == [["ReplicateError"], ["MemoryError"]][rank]
+    reference = by_hand(
+        mlp(4, 5, 2),
+        lambda m, r, step: m(data(r, step, 3, 4)[: 1 if step == 1 else None]).pow(2).mean(),
+        4,
+        world=WORLD,
+    )
+    assert_trained_like(model, reference)
+
+
+def test_r37_an_exception_in_backward_and_a_retry(ranks: Ranks) -> None:
+    ranks(2, _out_of_memory)
+
+
 class _FromHooks(Small):
     """Backward is called from a hook, not from the step."""
 

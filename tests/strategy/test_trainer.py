@@ -82,7 +82,7 @@ def _several_runs(rank: int) -> None:
     assert_trained_like(other, by_hand(mlp(4, 5, 2, seed=3), _loss, 4, world=WORLD))
 
 
-def test_r43_fit_test_fit_and_another_trainer(ranks: Ranks) -> None:
+def test_r13_r43_fit_test_fit_and_another_trainer(ranks: Ranks) -> None:
     ranks(2, _several_runs)
 
 
