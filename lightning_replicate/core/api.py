@@ -144,6 +144,8 @@ class RoundStats:
         early: Buckets launched while backward was running.
         late: Buckets launched when backward ended.
         missed: Names of the parameters for which this rank had no gradient.
+        participants: How many ranks took part. ``None`` where that is not known without waiting for the device, or
+            ranks weigh differently.
     """
 
     number: int
@@ -152,3 +154,4 @@ class RoundStats:
     early: int
     late: int
     missed: tuple[str, ...]
+    participants: int | None = None

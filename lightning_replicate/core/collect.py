@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,6 +44,40 @@ def managed_modules(root: nn.Module, prefix: str, ignored: Iterable[nn.Module] =
     yield from walk(root, prefix)
 
 
+class Watch:
+    """Notices parameters and submodules that come, go, or are replaced. Cheap enough for every step."""
+
+    def __init__(self) -> None:
+        self._dicts: list[dict[str, Any]] = []
+        self._values: list[Any] = []
+
+    def look(self, modules: Iterable[nn.Module]) -> None:
+        """Remembers what these modules hold now."""
+        both = (_private.parameters_of, _private.children_of)
+        self._dicts = [held_by(module) for module in modules for held_by in both]
+        self._values = self._now()
+
+    def changed(self) -> bool:
+        """Whether they hold something else by now."""
+        now = self._now()
+        return len(now) != len(self._values) or not all(map(operator.is_, now, self._values))
+
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable(held.values() for held in self._dicts))
+
+
+def own_parameters(
+    modules: Iterable[tuple[str, nn.Module]], ignored: Iterable[nn.Parameter] = ()
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that these modules hold themselves, each once, with their names."""
+    seen = set(ignored)
+    for prefix, module in modules:
+        for key, param in _private.parameters_of(module).items():
+            if param is not None and param not in seen:
+                seen.add(param)
+                yield (f"{prefix}.{key}" if prefix else key), param
+
+
 def collect(
     roots: Sequence[nn.Module],
     prefixes: Sequence[str],
@@ -53,16 +90,13 @@ def collect(
     """
     taken: set[nn.Parameter] = set(ignored_params)
     taken.update(param for module in ignored_modules for param in module.parameters())
-    found = []
+    found: list[tuple[str, nn.Parameter]] = []
     for root, prefix in zip(roots, prefixes, strict=True):
-        for name, module in managed_modules(root, prefix, ignored_modules):
-            for key, param in _private.parameters_of(module).items():
-                if param is None or param in taken:
-                    continue
-                taken.add(param)
-                slot = slot_of(param)
-                if slot is None or _lies_inside(root, slot.reducer.owner.modules):
-                    found.append((f"{name}.{key}" if name else key, param))
+        for name, param in own_parameters(managed_modules(root, prefix, ignored_modules), taken):
+            taken.add(param)
+            slot = slot_of(param)
+            if slot is None or _lies_inside(root, slot.reducer.owner.modules):
+                found.append((name, param))
     return found
 
 

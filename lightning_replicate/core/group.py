@@ -62,6 +62,11 @@ class Group:
         self._frozen_rounds = 0
         self._numbered = 0
 
+    def set_options(self, options: Options) -> None:
+        """Changes how gradients travel. The layout must be built anew."""
+        self.options = options
+        self.wire.options = options
+
     # ---- following the model ----------------------------------------------------------------------------------
 
     def manage(self, slots: Iterable[Slot]) -> None:

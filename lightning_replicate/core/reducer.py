@@ -76,6 +76,7 @@ class Reducer(Group):
         self._said = Round(1.0)
         self._sent = [0, 0, 0, 0]  # bytes, collectives, early, late
         self._missed: list[Slot] = []
+        self._participants: int | None = None
         self._unread: Callable[[], Totals] | None = None  # the last round's totals, while nobody waited for them
         self.index = channel.add(self)
 
@@ -185,6 +186,7 @@ class Reducer(Group):
             ReplicateError: If a collective failed, or ranks no longer hold the same parameters.
         """
         self._missed = [slot for bucket in self.buckets for slot in self._finish(bucket)]
+        self._participants = None
         signal, abort = self._read_totals()
         if not abort:
             if signal:
@@ -195,7 +197,7 @@ class Reducer(Group):
         names = tuple(slot.name for slot in self._missed)
         self.forget_window()
         nbytes, collectives, early, late = self._sent
-        self.last_round = RoundStats(self.rounds, nbytes, collectives, early, late, names)
+        self.last_round = RoundStats(self.rounds, nbytes, collectives, early, late, names, self._participants)
         if not abort:
             self.after_round()
         return abort
@@ -229,6 +231,7 @@ class Reducer(Group):
         last = self.buckets[-1]
         if self.reads_at_once(last):
             totals = last.read_totals()
+            self._participants = None if self.options.average == "weighted" else round(totals.weight)
             return totals.signal > 0, totals.abort > 0
         self._unread = last.read_totals_later()
         return self._said.signal, self._said.abort
@@ -280,7 +283,7 @@ class Reducer(Group):
         param = slot.param
         if not slot.sparse:
             # a hook that was not there yet could not see the gradient
-            slot.used = slot.used or param.grad is not None
+            slot.used = slot.used or (param.grad is not None and self._said.weight > 0)
             return
         # Where the gradient was sparse on some ranks and dense on others, the dense part is averaged already. It must
         # stay in, once: as a part that all ranks hold, or kept apart.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_replicate.core.api import Options, Plan, RoundStats
 from lightning_replicate.core.bucket import Slot
 from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.channel import Channel
-from lightning_replicate.core.collect import managed_modules, slot_of, validate_parameters
+from lightning_replicate.core.collect import Watch, managed_modules, own_parameters, slot_of, validate_parameters
 from lightning_replicate.core.collect import slots as slots_by_param
 from lightning_replicate.core.marks import FUNCTION_NAME, ForwardHook, PlainCopy
 from lightning_replicate.core.reducer import Reducer
@@ -49,7 +49,7 @@ class ReplicateState:
         self._buffers: BufferSync | None = None
         self._buffers_round = -1
         self._structure_changed = False
-        self._watched: tuple[list[dict[str, Any]], list[Any]] = ([], [])
+        self._watch = Watch()
 
     # ---- set-up: called by replicate() ------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class ReplicateState:
         for module in self.modules:
             self._handles.append(module.register_forward_pre_hook(ForwardHook(self)))
             module.__dict__["__getstate__"] = PlainCopy(module)
-        self._watch()
+        self._watch.look(self.managed_modules())
         for parent in parents:
             parent.refresh()
 
@@ -155,22 +155,12 @@ class ReplicateState:
 
     # ---- following the model ----------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        dicts = [
-            d
-            for module in self.managed_modules()
-            for d in (_private.parameters_of(module), _private.children_of(module))
-        ]
-        self._watched = (dicts, list(chain.from_iterable(d.values() for d in dicts)))
-
     def follow(self) -> None:
         """Notices parameters that were added, replaced or taken away since last time. Local and cheap."""
-        dicts, values = self._watched
-        now = list(chain.from_iterable(d.values() for d in dicts))
-        if len(now) == len(values) and all(map(operator.is_, now, values)):
+        if not self._watch.changed():
             return
         self._structure_changed = True
-        self._watch()
+        self._watch.look(self.managed_modules())
         known = {id(slot.param): slot for reducer in self._reducers for slot in reducer.slots}
         current = dict(self._parameters())
         new = [(name, param) for name, param in current.items() if id(param) not in known and slot_of(param) is None]
@@ -188,12 +178,7 @@ class ReplicateState:
             self._buffers.rescan()
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        seen = set(self._ignored_params)
-        for prefix, module in self._walk():
-            for key, param in _private.parameters_of(module).items():
-                if param is not None and param not in seen:
-                    seen.add(param)
-                    yield (f"{prefix}.{key}" if prefix else key), param
+        return own_parameters(self._walk(), self._ignored_params)
 
     def refresh(self) -> None:
         """Follows the model at once: new parameters and buffers take rank 0's values and enter the layout.
@@ -319,6 +304,30 @@ class ReplicateState:
             raise ValueError(f"A gradient divide factor must be positive, got {factor!r}.")
         for reducer in self._reducers:
             reducer.set_divide_factor(factor)
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Lets a DDP communication hook move the gradients from the next round on. Collective.
+
+        The hook has DDP's meaning: it gets the bucket's gradients, not divided by the world size, and the value of the
+        future that it returns becomes the gradients.
+
+        Args:
+            state: First argument of the hook. ``None`` gives it the process group that carries our gradients.
+            hook: ``hook(state, bucket) -> Future``.
+
+        Raises:
+            TypeError: If the hook cannot be called.
+            RuntimeError: If there is one already.
+            ValueError: If ``reduce_dtype`` or ``average="sum"`` was chosen, which a hook cannot keep.
+        """
+        if self._options.comm_hook is not None:
+            raise RuntimeError("A communication hook is registered already; there can be one for a replicate() call.")
+        if not callable(hook):
+            raise TypeError(f"A communication hook must be callable, got {type(hook).__name__}.")
+        self._options = replace(self._options, comm_hook=hook, comm_hook_state=state)
+        for reducer in self._reducers:
+            reducer.set_options(self._options)
+        self.refresh()
 
     @property
     def requires_gradient_sync(self) -> bool:

@@ -89,18 +89,18 @@ class Wire:
         self.process_group = process_group
         self.world_size = dist.get_world_size(process_group)
         self.divide_factor: float | None = None
-        self._options = options
+        self.options = options
         self._pending: dict[Bucket, _InFlight] = {}
 
     @property
     def adds_up(self) -> bool:
         """Whether earlier rounds' gradients must be kept apart: any average but the mean would change them again."""
-        return self.divide_factor is not None or self._options.average in ("sum", "weighted")
+        return self.divide_factor is not None or self.options.average in ("sum", "weighted")
 
     @property
     def divides_by_weights(self) -> bool:
         """Whether the divisor depends on what ranks did in the round."""
-        return self.divide_factor is None and self._options.average in ("participants", "weighted")
+        return self.divide_factor is None and self.options.average in ("participants", "weighted")
 
     def _scale(self, weight: float) -> float:
         """Factor for the gradients before they are summed."""
@@ -108,18 +108,18 @@ class Wire:
             return 0.0
         if self.divide_factor is not None:
             return 1.0 / self.divide_factor
-        if self._options.average == "sum" or self._options.comm_hook is not None:
+        if self.options.average == "sum" or self.options.comm_hook is not None:
             return 1.0
         return 1.0 / self.world_size
 
     def tail_apart(self, dtype: torch.dtype) -> bool:
         """Whether flags must not share the payload's collective: a hook, a weight or a data type would spoil them."""
-        if self._options.comm_hook is not None:
+        if self.options.comm_hook is not None:
             return True
-        on_wire = self._options.reduce_dtype or dtype
+        on_wire = self.options.reduce_dtype or dtype
         if on_wire not in _EXACT_COUNT:
             return False
-        return self._options.average == "weighted" or self.world_size > _EXACT_COUNT[on_wire]
+        return self.options.average == "weighted" or self.world_size > _EXACT_COUNT[on_wire]
 
     def launch(self, bucket: Bucket | SparseBucket, said: Round, last: bool) -> tuple[int, int, bool]:
         """Fills the bucket and starts its reduction.
@@ -140,14 +140,14 @@ class Wire:
         future: Any = None
         sent = bucket.payload
         wire_tensor: torch.Tensor | None = None
-        hook = self._options.comm_hook
+        hook = self.options.comm_hook
         if hook is not None:
-            state = self._options.comm_hook_state
+            state = self.options.comm_hook_state
             future = hook(self.process_group if state is None else state, HookBucket(bucket, last))
             if not hasattr(future, "wait") or not hasattr(future, "value"):
                 raise RuntimeError(f"A communication hook must return a torch.futures.Future, got {type(future)}.")
         else:
-            reduce_dtype = self._options.reduce_dtype
+            reduce_dtype = self.options.reduce_dtype
             sent = bucket.flat
             if reduce_dtype is not None and reduce_dtype != bucket.dtype and not bucket.dtype.is_complex:
                 sent = wire_tensor = sent.to(reduce_dtype)

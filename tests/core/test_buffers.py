@@ -67,6 +67,32 @@ def test_r55_r57_d78_d79_d82_t38_choices(ranks: Ranks) -> None:
     ranks(2, _choices)
 
 
+def _like_ddp(rank: int) -> None:
+    """Statistics read at the end are those of a broadcast before each forward, as DDP makes it."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    make = lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    ours, theirs = seeded(make, 0), seeded(make, 0)
+    replicate(ours)
+    wrapped = DistributedDataParallel(theirs)
+    for model, run in ((ours, ours), (theirs, wrapped)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            run(data(rank, step, 5, 4)).pow(2).sum().backward()
+            optimizer.step()
+    replicate.state(ours).sync_buffers()
+    wrapped.eval()
+    wrapped(data(rank, 9, 5, 4))  # DDP, too, broadcasts when they are about to be read
+    for mine, reference in zip(ours.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(mine, reference)
+    assert_ranks_equal(list(ours.buffers()))
+
+
+def test_r57_statistics_equal_a_broadcast_before_each_forward(ranks: Ranks) -> None:
+    ranks(2, _like_ddp)
+
+
 class _Scaled(nn.Module):
     """A buffer that autograd keeps for backward."""
 

@@ -142,6 +142,48 @@ def test_d66_d67_d74_what_a_hook_sees(ranks: Ranks) -> None:
     ranks(2, _hook_interface)
 
 
+def _registered_later(rank: int) -> None:
+    model = seeded(Branches, 0)
+    state = replicate.state(replicate(model))
+    loss = lambda r, step: model(data(r, step, 3, 4), *(["left"] if r else [])).sum()
+    for step in range(4):
+        if step == 2:
+            state.register_comm_hook(None, default_hooks.allreduce_hook)
+        model.zero_grad()
+        expected = _expected(model, lambda r: loss(r, step))
+        loss(rank, step).backward()
+        assert_same(grads(list(model.parameters())), expected)
+        assert_ranks_equal([param.grad for param in model.parameters()])
+    with pytest.raises(RuntimeError, match="registered already"):
+        state.register_comm_hook(None, default_hooks.allreduce_hook)
+    other = replicate.state(replicate(mlp(2, 2), reduce_dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="must be callable"):
+        other.register_comm_hook(None, "hook")
+    with pytest.raises(ValueError, match="either `comm_hook` or `reduce_dtype`"):
+        other.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def test_d67_d68_a_hook_registered_later(ranks: Ranks) -> None:
+    ranks(2, _registered_later)
+
+
+def _participants(rank: int) -> None:
+    for average, expected in (("participants", [2, 1]), ("world", [2, 2]), ("weighted", [None, None])):
+        model = mlp(4, 2)
+        state = replicate.state(replicate(model, average=average))
+        for step, count in enumerate(expected):
+            with state.round():
+                if step == 0 or rank == 0:
+                    model(data(rank, step, 3, 4)).sum().backward()
+            assert state.last_round is not None
+            assert state.last_round.participants == count
+        state.remove()
+
+
+def test_how_many_ranks_took_part(ranks: Ranks) -> None:
+    ranks(2, _participants)
+
+
 def _power_sgd(rank: int) -> None:
     def train(state: Any) -> list[Any]:
         model = mlp(6, 6, 6, seed=0)

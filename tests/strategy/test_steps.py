@@ -107,6 +107,69 @@ def test_r29_a_loss_detached_on_one_rank_raises_on_all(ranks: Ranks) -> None:
     ranks(2, _detached, timeout=30)
 
 
+# ---- communication hooks --------------------------------------------------------------------------------------------
+
+
+def _hooked(rank: int) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    for options, tolerance in (
+        ({"ddp_comm_hook": default_hooks.allreduce_hook}, {}),
+        ({"ddp_comm_hook": default_hooks.bf16_compress_hook}, {"rtol": 2e-2, "atol": 2e-2}),
+        (
+            {
+                "ddp_comm_hook": default_hooks.allreduce_hook,
+                "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper,
+            },
+            {"rtol": 1e-2, "atol": 1e-2},
+        ),
+        ({"reduce_dtype": torch.bfloat16}, {"rtol": 2e-2, "atol": 2e-2}),
+    ):
+        model = _Skipping("none")
+        trainer(ReplicateStrategy(**options), accumulate_grad_batches=2).fit(model)
+
+        def windows(m: nn.Module, r: int, step: int) -> list[Tensor] | None:
+            return [_loss(m, r, i) / 2 for i in range(step * 2, step * 2 + 2) if not _skips(r, i)] or None
+
+        assert_trained_like(model, by_hand(mlp(4, 5, 2), windows, 3, world=WORLD), **tolerance)
+
+
+def test_r64_communication_hooks_and_reduce_dtype(ranks: Ranks) -> None:
+    ranks(2, _hooked)
+
+
+def _local_sgd(rank: int) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+
+    state = PostLocalSGDState(None, None, start_localSGD_iter=2, post_local_gradient_allreduce=False)
+    model = Small()
+    model.steps = 7  # type: ignore[misc]
+    strategy = ReplicateStrategy(ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's optimizers that average use what torch deprecates
+        trainer(strategy).fit(model)
+    # by hand: two averaged steps, then each rank by itself, with the weights averaged every second step
+    models = [mlp(4, 5, 2) for _ in range(WORLD)]
+    for step in range(7):
+        found = [torch.autograd.grad(_loss(m, r, step), list(m.parameters())) for r, m in enumerate(models)]
+        if step < 2:
+            found = [tuple(sum(column) / WORLD for column in zip(*found, strict=True))] * WORLD
+        with torch.no_grad():
+            for m, gradients in zip(models, found, strict=True):
+                for param, grad in zip(m.parameters(), gradients, strict=True):
+                    param -= 0.1 * grad
+            if step >= 2 and (step - 2) % 2 == 0:
+                for params in zip(*(m.parameters() for m in models), strict=True):
+                    mean = torch.stack(params).mean(0)
+                    for param in params:
+                        param.copy_(mean)
+    assert_trained_like(model, list(models[0].parameters()))
+
+
+def test_d73_post_local_sgd(ranks: Ranks) -> None:
+    ranks(2, _local_sgd)
+
+
 # ---- averages -------------------------------------------------------------------------------------------------------
 
 
