@@ -84,21 +84,23 @@ def parameters_of_optimizers(optimizers: Iterable[Any]) -> Iterator[nn.Parameter
 
 
 def require_managed(optimizers: Iterable[Any], root: nn.Module, managed: Set[nn.Parameter]) -> None:
-    """Checks that every trainable parameter of every optimizer is replicated, or local on purpose.
+    """Checks that every trainable parameter of every optimizer is replicated, sharded, or local on purpose.
 
     Args:
         optimizers: The optimizers.
         root: The model, for names.
-        managed: The parameters that are one or the other.
+        managed: The parameters that are replicated or local.
 
     Raises:
         ValueError: With the names of those that are neither.
     """
+    from torch.distributed.tensor import DTensor
+
     names = {param: name for name, param in root.named_parameters()}
     unmanaged = [
         names.get(param, f"a parameter of shape {tuple(param.shape)} that is not, or no longer, in the model")
         for param in parameters_of_optimizers(optimizers)
-        if param.requires_grad and param not in managed
+        if param.requires_grad and param not in managed and not isinstance(param, DTensor)
     ]
     if not unmanaged:
         return

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BackboneFinetuning, Callback
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replicate import ReplicateStrategy, replicate
@@ -545,6 +546,62 @@ def _by_hand(rank: int) -> None:
     run.fit_loop.max_epochs = 3
     run.fit(model)  # configure_model runs again: nothing is applied twice
     assert_ranks_equal(list(model.parameters()))
+
+
+class _ShardedTrunk(LightningModule):
+    """A trunk sharded by hand, with buffers in it; the rest is replicated. Every rank starts elsewhere."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(mlp(4, 6, seed=0), nn.BatchNorm1d(6))  # equal values: sharding does not equalize
+        self.head = mlp(6, 2, seed=seed)
+        self.trunk[1].running_mean.fill_(seed)
+        self.register_buffer("loose", torch.full((2,), float(seed)), persistent=False)
+
+    def configure_model(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        if not isinstance(self.trunk[0][0].weight, DTensor):
+            fully_shard(self.trunk, mesh=init_device_mesh("cpu", (WORLD,)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.head(torch.tanh(self.trunk(batch))).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, foreach=False)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Batches(self.trainer.global_rank, 4, size=5), batch_size=None)
+
+
+def _sharded_trunk(rank: int) -> None:
+    model = _ShardedTrunk(seed=rank)
+    start: dict[str, Any] = {}
+
+    class Look(Callback):
+        def on_train_start(self, t: Any, module: Any) -> None:
+            start["buffers"] = [buffer.clone() for buffer in module.buffers()]
+            start["plan"] = t.strategy.plan().parameters
+
+    trainer(callbacks=[Look()]).fit(model)
+    assert_ranks_equal(start["buffers"])  # those inside the sharded part, too
+    assert set(start["plan"]) == {"head.0.weight", "head.0.bias"}
+    reference = _ShardedTrunk(seed=0)
+    params = list(reference.parameters())
+    for step in range(4):
+        losses = [reference.training_step(data(r, step, 5, 4), step) for r in range(WORLD)]
+        found = torch.autograd.grad(sum(losses) / WORLD, params)  # type: ignore[arg-type]
+        with torch.no_grad():
+            for param, grad in zip(params, found, strict=True):
+                param -= 0.1 * grad
+    full = [param.full_tensor() if isinstance(param, DTensor) else param for param in model.parameters()]
+    assert_same(full, params, rtol=1e-4, atol=1e-6)
+    assert_ranks_equal(full)
+
+
+def test_r47_t36_t48_a_part_that_is_sharded_by_hand(ranks: Ranks) -> None:
+    ranks(2, _sharded_trunk)
 
 
 class _Validated(_ByHand):
