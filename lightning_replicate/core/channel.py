@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from lightning_replicate.core.reducer import Reducer
     from lightning_replicate.core.sparse import SparseBucket
 
-_channels: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()
+# By id of the process group, which a channel keeps. Channels end by remove(), or with their process group, and never by
+# garbage collection: ranks collect at different times, and would disagree whether there is one to be made.
+_channels: dict[int, Channel] = {}
 
 
 class Channel:
@@ -73,10 +75,21 @@ class Channel:
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> Channel:
         """The channel of a process group. Collective when it is made."""
+        for key, other in list(_channels.items()):
+            if not other._is_alive():
+                del _channels[key]
         channel = _channels.get(id(process_group))
         if channel is None:
             channel = _channels[id(process_group)] = cls(process_group)
         return channel
+
+    def _is_alive(self) -> bool:
+        """Whether the process group was not destroyed."""
+        try:
+            dist.get_process_group_ranks(self.process_group)
+        except (KeyError, RuntimeError, ValueError):
+            return False
+        return True
 
     # ---- groups -----------------------------------------------------------------------------------------------
 

@@ -189,6 +189,29 @@ def test_a_module_that_is_dropped_is_freed(ranks: Ranks) -> None:
     ranks(2, _garbage)
 
 
+def _collected_at_different_times(rank: int) -> None:
+    """Rank 0 collects a module that was dropped, rank 1 does not: they still agree on what there is to set up."""
+    if rank == 1:
+        gc.disable()
+    try:
+        for seed in range(3):
+            model = replicate(mlp(4, 5, 2, seed=seed))
+            params = list(model.parameters())
+            model(data(rank, 0, 3, 4)).sum().backward()
+            assert_same(
+                grads(params), mean_of([local_grads(model(data(r, 0, 3, 4)).sum(), params) for r in range(WORLD)])
+            )
+            del model, params
+            if rank == 0:
+                gc.collect()
+    finally:
+        gc.enable()
+
+
+def test_ranks_that_collect_garbage_at_different_times(ranks: Ranks) -> None:
+    ranks(2, _collected_at_different_times)
+
+
 def _save_and_load(rank: int) -> None:
     def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, shards: Any) -> None:
         for step in steps:
