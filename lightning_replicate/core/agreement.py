@@ -18,13 +18,16 @@ from lightning_replicate.core.layout import ParamSpec, assign_buckets
 _BROADCAST_BYTES = 256 * 1024 * 1024
 
 
-def require_same_specs(specs: Sequence[ParamSpec], options: str, control: dist.ProcessGroup) -> None:
+def require_same_specs(
+    specs: Sequence[ParamSpec], options: str, control: dist.ProcessGroup, *, kind: str = "parameter"
+) -> None:
     """Checks that all ranks hold the same parameters and options.
 
     Args:
         specs: This rank's parameters, in order.
         options: Text that must be equal on all ranks.
         control: A group on which CPU tensors travel.
+        kind: What is compared, for messages.
 
     Raises:
         ReplicateError: On every rank, with the first difference and the ranks, if ranks differ.
@@ -38,31 +41,31 @@ def require_same_specs(specs: Sequence[ParamSpec], options: str, control: dist.P
         return
     described: list[tuple[str, list[ParamSpec]]] = [("", [])] * world_size
     dist.all_gather_object(described, (options, list(specs)), group=control)
-    raise ReplicateError(_first_difference(described))
+    raise ReplicateError(_first_difference(described, kind))
 
 
-def _first_difference(described: Sequence[tuple[str, Sequence[ParamSpec]]]) -> str:
+def _first_difference(described: Sequence[tuple[str, Sequence[ParamSpec]]], kind: str) -> str:
     options, reference = described[0]
     for rank, (other_options, others) in enumerate(described):
         for mine, theirs in zip(reference, others, strict=False):
             fields = mine.differences(theirs)
             if "name" in fields:
                 return (
-                    f"Ranks hold different parameters: where rank 0 has {mine.name!r}, rank {rank} has"
+                    f"Ranks hold different {kind}s: where rank 0 has {mine.name!r}, rank {rank} has"
                     f" {theirs.name!r}. Build the same modules in the same order on all ranks."
                 )
             if fields:
                 field = fields[0]
                 return (
-                    f"Parameter {mine.name!r} differs between ranks in its {field}: {getattr(mine, field)} on rank 0,"
-                    f" {getattr(theirs, field)} on rank {rank}. Give it the same {field} on all ranks, or leave it out"
+                    f"{kind.capitalize()} {mine.name!r} differs between ranks in its {field}:"
+                    f" {getattr(mine, field)} on rank 0, {getattr(theirs, field)} on rank {rank}. Give it the same {field} on all ranks, or leave it out"
                     f" of replicate()."
                 )
         if len(others) != len(reference):
             longer, rank_of_longer = (reference, 0) if len(reference) > len(others) else (others, rank)
             extra = longer[min(len(others), len(reference))]
             return (
-                f"Rank 0 has {len(reference)} parameters, rank {rank} has {len(others)}; the first that only rank"
+                f"Rank 0 has {len(reference)} {kind}s, rank {rank} has {len(others)}; the first that only rank"
                 f" {rank_of_longer} has is {extra.name!r}. Build the same modules on all ranks."
             )
         if other_options != options:

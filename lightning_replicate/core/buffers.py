@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_replicate import _private
-from lightning_replicate.core.agreement import broadcast_from_first
+from lightning_replicate.core.agreement import broadcast_from_first, require_same_specs
 from lightning_replicate.core.api import BufferChoice
+from lightning_replicate.core.layout import ParamSpec
 
 
 class BufferSync:
@@ -50,6 +51,7 @@ class BufferSync:
         self._group = group
         self._step: list[tuple[nn.Module, str]] = []
         self._read: list[tuple[nn.Module, str]] = []
+        self._known: set[str] = set()
         self.rescan()
 
     def rescan(self) -> None:
@@ -76,10 +78,27 @@ class BufferSync:
         if to is not None:
             to.append((module, key))
 
-    def all_of(self) -> list[torch.Tensor]:
-        """Every buffer of the managed modules, persistent or not."""
-        found = (b for _, module in self._walk() for b in _private.buffers_of(module).values() if b is not None)
-        return list({id(buffer): buffer for buffer in found}.values())
+    def equalize_new(self, control: dist.ProcessGroup, *, broadcast: bool) -> None:
+        """Gives every buffer that was not there before, persistent or not, the first rank's values. Collective.
+
+        Args:
+            control: A group on which CPU tensors travel.
+            broadcast: Whether values travel, or ranks are only compared.
+
+        Raises:
+            ReplicateError: On all ranks, if they hold different buffers.
+        """
+        new = {
+            f"{prefix}.{key}" if prefix else key: buffer
+            for prefix, module in self._walk()
+            for key, buffer in _private.buffers_of(module).items()
+            if buffer is not None
+        }
+        new = {name: buffer for name, buffer in new.items() if name not in self._known}
+        require_same_specs([ParamSpec.of(*item) for item in new.items()], "", control, kind="buffer")
+        if broadcast:
+            broadcast_from_first(list({id(buffer): buffer for buffer in new.values()}.values()), self._group)
+        self._known |= new.keys()
 
     def after_round(self) -> None:
         """Synchronizes what follows rank 0 in every step. Collective, but for models without such buffers."""

@@ -255,8 +255,6 @@ def equalize(
             if tensor is None or tensor in keep or isinstance(tensor, DTensor) or slot_of(tensor) is not None:
                 continue
             rest[f"{name}.{key}" if name else key] = tensor
-    if not rest:
-        return
     channel = Channel.of(process_group)
     specs = [ParamSpec.of(name, tensor) for name, tensor in rest.items()]
     agreement.require_same_specs(specs, "not replicated", channel.control)

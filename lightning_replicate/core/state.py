@@ -90,15 +90,15 @@ class ReplicateState:
                 self._reducers.append(reducer)
             for reducer in self._reducers:
                 reducer.agree(broadcast=False)
+            self._buffers = BufferSync(options.buffers, self._walk, self.channel.gradients)
+            self._buffers.equalize_new(self.channel.control, broadcast=broadcast)
         except BaseException:
             self._forget()
             raise
         parents = self._take_over(slot for reducer in self._reducers for slot in reducer.slots)
-        self._buffers = BufferSync(options.buffers, self._walk, self.channel.gradients)
         if broadcast:
-            values = [*self.parameters(), *self._buffers.all_of()]
             with torch.profiler.record_function("replicate::broadcast"):
-                broadcast_from_first(values, self.channel.gradients)
+                broadcast_from_first(self.parameters(), self.channel.gradients)
         for reducer in self._reducers:
             reducer.build()
         for module in self.modules:
@@ -197,7 +197,7 @@ class ReplicateState:
             reducer.build()
         self._structure_changed = False
         if self._buffers is not None and self.channel is not None:
-            broadcast_from_first(self._buffers.all_of(), self.channel.gradients)
+            self._buffers.equalize_new(self.channel.control, broadcast=self._broadcast)
 
     @property
     def has_new_parameters(self) -> bool:

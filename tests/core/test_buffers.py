@@ -105,6 +105,22 @@ class _Scaled(nn.Module):
         return self.linear(x) * self.scale
 
 
+def _counters_stay(rank: int) -> None:
+    model = seeded(_Model, 0)
+    state = replicate.state(replicate(model))
+    model(data(rank, 0, 3 + rank, 4)).sum().backward()
+    model.add_module("late", seeded(lambda: nn.BatchNorm1d(4), rank))
+    model.late.running_mean.fill_(rank)
+    state.refresh()  # equalizes what is new, and leaves each rank its counters
+    assert model.count == 3 + rank
+    assert_ranks_equal([*model.late.buffers(), *model.late.parameters()])
+    assert model.late.running_mean[0] == 0
+
+
+def test_r55_new_modules_do_not_touch_the_counters_of_old_ones(ranks: Ranks) -> None:
+    ranks(2, _counters_stay)
+
+
 def _two_backwards(rank: int) -> None:
     model = replicate(seeded(_Scaled, 0))
     out = model(data(rank, 0, 3, 4))

@@ -85,6 +85,8 @@ def _mismatch(rank: int, kind: str) -> None:
             model = nn.Sequential()
             model.add_module("other", nn.Linear(4, 4))
             model.add_module("1", nn.Conv2d(2, 2, 3))
+        elif kind == "buffer":
+            model[1].register_buffer("extra", torch.ones(3))
         elif kind == "ignored":
             options["ignored_modules"] = [model[1]]
         else:
@@ -97,6 +99,7 @@ def _mismatch(rank: int, kind: str) -> None:
         "fewer": r"Rank 0 has 4 parameters, rank 1 has 2; the first that only rank 0 has is '1.weight'",
         "more": r"Rank 0 has 4 parameters, rank 1 has 6; the first that only rank 1 has is '2.weight'",
         "name": r"where rank 0 has '0.weight', rank 1 has 'other.weight'",
+        "buffer": r"Rank 0 has 0 buffers, rank 1 has 1; the first that only rank 1 has is '1.extra'",
         "ignored": r"Rank 0 has 4 parameters, rank 1 has 2",
         "option": r"called differently: rank 0 with bucket_cap_mb=25.0.*rank 1 with bucket_cap_mb=3.0",
     }[kind]
@@ -110,7 +113,7 @@ def _mismatch(rank: int, kind: str) -> None:
     _train(fine, rank)
 
 
-_KINDS = ("shape", "dtype", "stride", "requires_grad", "fewer", "more", "name", "ignored", "option")
+_KINDS = ("shape", "dtype", "stride", "requires_grad", "fewer", "more", "name", "buffer", "ignored", "option")
 
 
 def _mismatches(rank: int) -> None:
