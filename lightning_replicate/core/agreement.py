@@ -58,8 +58,8 @@ def _first_difference(described: Sequence[tuple[str, Sequence[ParamSpec]]], kind
                 field = fields[0]
                 return (
                     f"{kind.capitalize()} {mine.name!r} differs between ranks in its {field}:"
-                    f" {getattr(mine, field)} on rank 0, {getattr(theirs, field)} on rank {rank}. Give it the same {field} on all ranks, or leave it out"
-                    f" of replicate()."
+                    f" {getattr(mine, field)} on rank 0, {getattr(theirs, field)} on rank {rank}."
+                    f" Give it the same {field} on all ranks, or leave it out of replicate()."
                 )
         if len(others) != len(reference):
             longer, rank_of_longer = (reference, 0) if len(reference) > len(others) else (others, rank)
