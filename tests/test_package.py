@@ -28,6 +28,7 @@ CORE_ORDER = (
     "buffers",
     "marks",
     "collect",
+    "switches",
     "state",
     "replicate",
 )

@@ -3,6 +3,6 @@
 Read in this order: ``api`` (plain types), ``layout`` (parameters to buckets), ``bucket`` (one flat buffer), ``sparse``
 (a sparse gradient instead), ``wire`` (how it travels), ``agreement`` (what ranks must agree on), ``group`` (parameters
 and their agreed layout), ``reducer`` (one group's round), ``channel`` (all groups of one process group), ``buffers``,
-``marks`` (what sits on a module), ``collect`` (which parameters a call manages), ``state`` (one ``replicate()`` call)
-and ``replicate`` (the entry point).
+``marks`` (what sits on a module), ``collect`` (which parameters a call manages), ``switches`` (what a user sets around
+a step), ``state`` (one ``replicate()`` call) and ``replicate`` (the entry point).
 """

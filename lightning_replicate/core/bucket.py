@@ -120,9 +120,13 @@ class Slot:
     def release(self) -> None:
         """Takes the hooks off and leaves the gradient as an ordinary tensor."""
         self.unhook()
+        self.keep_gradient()
+        self.bucket = self.view = None
+
+    def keep_gradient(self) -> None:
+        """Takes the gradient out of the bucket, whose memory others will write to."""
         if self.view is not None and self.param.grad is self.view:
             self.param.grad = self.view.clone()
-        self.bucket = self.view = None
 
 
 class Bucket:
@@ -158,7 +162,7 @@ class Bucket:
 
     def holds(self, slot: Slot) -> bool:
         """Whether the slot's parameter, as it is now, still fits its place."""
-        return slot.fits(self.dtype, self.device)
+        return not slot.sparse and slot.fits(self.dtype, self.device)
 
     @property
     def flat(self) -> torch.Tensor:

@@ -13,7 +13,7 @@ two optimizers each step's own group leaves early.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,9 @@ class Channel:
         self.nested = False
         self.closed_rounds = 0
         self._root: int | None = None
+        self._is_open = False
+        self._taking_part: list[Reducer] = []
+        self._void = False
         self._counted: int | None = None
         self._given_up = False  # the last round was given up, by another rank
         self._reducers: dict[int, weakref.ref[Reducer]] = {}
@@ -107,9 +110,13 @@ class Channel:
         self._followed_by.clear()
         if not self._reducers:
             _channels.pop(id(self.process_group), None)
-            if dist.is_initialized():
+            if dist.is_initialized() and self._is_alive():
                 for group in (self.gradients, self.control):
                     dist.destroy_process_group(group)
+
+    def owners(self) -> list[Any]:
+        """Whoever made the groups, each once."""
+        return list({id(reducer.owner): reducer.owner for reducer in self._live()}.values())
 
     def _live(self) -> list[Reducer]:
         """The groups in this round's order."""
@@ -161,19 +168,31 @@ class Channel:
             if following is not None:
                 self._handles.append(following.register_prehook(enter))
 
-    def _open(self, *, abort: bool = False) -> bool:
-        """Opens a round unless no group wants one."""
+    def _open(self, *, took_part: bool = False, abort: bool = False) -> bool:
+        """Opens a round unless no group wants one.
+
+        Args:
+            took_part: Whether to count a backward of this rank that reached none of the groups.
+            abort: Whether this rank gives the round up.
+        """
         reducers = self._live()
         if not any(reducer.requires_sync for reducer in reducers):
             return False
         self._given_up = False
+        self._is_open = True
         for reducer in reducers:
+            if took_part:
+                reducer.note_backward()
             reducer.begin(abort=abort)
-        if len(self._reducers) == 1:  # with several groups, a message at the end says who gave up
+        if not self._needs_message():  # else a message at the end says who gave up
             reducers[0].hold_last()
         self._queue = [(reducer, bucket) for reducer in reducers if reducer.requires_sync for bucket in reducer.buckets]
         self._cursor = 0
         return True
+
+    def _needs_message(self) -> bool:
+        """Whether ranks must tell each other which groups they touched: there are several."""
+        return len(self._reducers) > 1 or sum(bool(channel._reducers) for channel in _channels.values()) > 1
 
     def advance(self) -> None:
         """Launches the buckets that are complete and whose turn it is."""
@@ -190,28 +209,34 @@ class Channel:
         node = _private.evaluating_node()
         if node is not None:  # nested after all, seen too late to keep early buckets back
             self._root = None
+            self._is_open = False
             self.nested = True
             for reducer in self._live():
                 reducer.note_nested()
             self._await_outer_task(node)
-            return
-        self._close()
+        elif self._is_open:  # else another channel's callback has closed this one, too
+            _close_all()
 
-    def _close(self, *, abort: bool = False) -> None:
-        """Sends what has not left, waits, and hands out the averages. On another exception the round stays open.
+    def send_rest(self, *, abort: bool = False) -> None:
+        """First half of closing a round: agrees on the groups that take part, and sends what has not left.
 
         Args:
             abort: Whether this rank gives the round up.
+        """
+        self._taking_part, self._void = self._agree_on_touched(abort)
+        for reducer in self._taking_part:
+            reducer.flush()
+
+    def finish(self, *, abort: bool = False) -> None:
+        """Second half: waits, and hands out the averages. On another exception the round stays open.
 
         Raises:
             ReplicateError: If another rank gave the round up, or a collective failed, or ranks disagree.
         """
-        with torch.profiler.record_function("replicate::close"):
-            touched, given_up = self._agree_on_touched(abort)
-            for reducer in touched:
-                reducer.flush()
-            for reducer in touched:
-                given_up = reducer.finish() or given_up
+        touched, given_up = self._taking_part, self._void
+        self._taking_part = []
+        for reducer in touched:
+            given_up = reducer.finish() or given_up
         for reducer in self._live():
             if not reducer.dirty:  # its window ends with everybody's
                 reducer.forget_window()
@@ -242,7 +267,7 @@ class Channel:
     def _agree_on_touched(self, abort: bool) -> tuple[list[Reducer], bool]:
         """The groups that any rank touched, and whether any rank gives up (with one group, its tail says so)."""
         reducers = self._live()
-        if len(self._reducers) == 1:
+        if not self._needs_message():
             return reducers, abort
         flags = [False] * self._made
         for reducer in reducers:
@@ -261,15 +286,11 @@ class Channel:
         """
         if self._root is not None:
             raise ReplicateError(f"The round of rank {self.rank} is still open: its backward has not ended.")
-        if took_part:
-            for reducer in self._live():
-                reducer.note_backward()
-        if self._open():
-            self._close()
+        _close_all(took_part=took_part)
 
     def _forget_task(self) -> None:
         self.task = self._root = None
-        self.nested = False
+        self._is_open = self.nested = False
         self._queue = []
         for handle in self._handles:
             handle.remove()
@@ -290,6 +311,25 @@ class Channel:
         for reducer in self._live():
             reducer.give_up()
         self._root = None
-        self._close(abort=True)
+        _close_all(gives_up=self)
         for reducer in self._live():
             reducer.forget_window()
+
+
+def _close_all(*, took_part: bool = True, gives_up: Channel | None = None) -> None:
+    """Closes the round on every process group, in the order in which the groups were made: the same on all ranks.
+
+    A backward that reached two process groups reaches them in another order on another rank, or reaches only one there;
+    so a rank sends on all of them before it waits on any, and takes part on those that it did not reach.
+
+    Args:
+        took_part: Whether this rank counts in the average where it has reached nothing.
+        gives_up: The channel on which this rank gives the round up.
+    """
+    channels = [channel for channel in list(_channels.values()) if channel._reducers and channel._is_alive()]
+    channels = [channel for channel in channels if channel._is_open or channel._open(took_part=took_part)]
+    with torch.profiler.record_function("replicate::close"):
+        for channel in channels:
+            channel.send_rest(abort=channel is gives_up)
+        for channel in channels:
+            channel.finish(abort=channel is gives_up)

@@ -57,6 +57,14 @@ class Watch:
         self._dicts = [held_by(module) for module in modules for held_by in both]
         self._values = self._now()
 
+    def forget(self) -> None:
+        """Makes the next question whether something changed be answered with yes."""
+        self._values = [None, *self._values]
+
+    def in_flux(self) -> bool:
+        """Whether tensors that are no parameters stand in their place, as in ``torch.func.functional_call``."""
+        return any(isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) for value in self._now())
+
     def changed(self) -> bool:
         """Whether they hold something else by now."""
         now = self._now()

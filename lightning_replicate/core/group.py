@@ -87,7 +87,8 @@ class Group:
         for slot in gone:
             slot.stale = True
             slot.unhook()
-        self.wants_layout = self.wants_layout or bool(gone)
+            slot.keep_gradient()
+        self.wants_layout = self.wants_layout or any(slot.bucket is not None for slot in gone)
         self.look_again()
 
     def look_again(self) -> None:
@@ -101,7 +102,7 @@ class Group:
         """
         params = [slot.param for slot in self.slots]
         seen = ([param.requires_grad for param in params], [param.data_ptr() for param in params])
-        if seen == self._seen:
+        if seen == self._seen and not self.wire.adds_up:  # hooks on nodes can be lost where nothing else changes
             return
         self._seen = seen
         fits = len(self.slots) == sum(len(bucket.slots) for bucket in self.buckets)
@@ -154,7 +155,8 @@ class Group:
                 slot.sparse = sparse
         fresh = [slot for slot in self.members() if slot.bucket is None or slot.stale]
         if broadcast:
-            agreement.broadcast_from_first([slot.param for slot in fresh], self._groups.gradients)
+            values = [slot.param for slot in fresh]
+            agreement.broadcast_from_first(values, self._groups.gradients, unseen_by_autograd=True)
         return fresh
 
     def build(self) -> None:

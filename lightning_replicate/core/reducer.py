@@ -65,6 +65,7 @@ class Reducer(Group):
         super().__init__(channel, options, owner, self._hook_parameter)
         self.channel = channel
         self.requires_sync = True
+        self.broadcast = True  # whether parameters that enter the layout take the first rank's values
         self.weight = 1.0
         self.rounds = 0
         self.last_round: RoundStats | None = None
@@ -262,13 +263,13 @@ class Reducer(Group):
                 f" in the step that it took after that."
             )
         if totals.signal > 0 and not self._said.signal:
-            self.agree(broadcast=True)
+            self.agree(broadcast=self.broadcast)
             self.build()
 
     def _follow_the_model(self) -> None:
         """Agrees on a new layout, and averages in this very round what the old one had no place for."""
         with torch.profiler.record_function("replicate::layout"):
-            fresh = set(self.agree(broadcast=True))
+            fresh = set(self.agree(broadcast=self.broadcast))
             self._missed = [slot for slot in self._missed if slot not in fresh]
             second_pass = [slot for slot in self.members() if slot in fresh]
             for slot in second_pass:

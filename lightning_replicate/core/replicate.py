@@ -210,6 +210,7 @@ def apply(
     )
     _mark(roots)
     _mark.state(roots[0]).state = state  # one mark for all modules of the call
+    state.refresh_parents()
     return state
 
 

@@ -47,7 +47,7 @@ class SparseBucket:
 
     def holds(self, slot: Slot) -> bool:
         """Whether the slot's parameter, as it is now, still fits its place."""
-        return slot.fits(self.dtype, self.device)
+        return slot.sparse and slot.fits(self.dtype, self.device)
 
     def begin(self, fits: bool) -> None:
         """Starts a round; see :meth:`Bucket.begin`."""

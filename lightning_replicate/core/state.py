@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +19,10 @@ from lightning_replicate.core.collect import Watch, managed_modules, own_paramet
 from lightning_replicate.core.collect import slots as slots_by_param
 from lightning_replicate.core.marks import FUNCTION_NAME, ForwardHook, PlainCopy
 from lightning_replicate.core.reducer import Reducer
+from lightning_replicate.core.switches import Switches
 
 
-class ReplicateState:
+class ReplicateState(Switches):
     """The state of one ``replicate()`` call; get it with ``replicate.state(module)``.
 
     Attributes:
@@ -49,6 +47,8 @@ class ReplicateState:
         self._buffers: BufferSync | None = None
         self._buffers_round = -1
         self._structure_changed = False
+        self._tentative = False
+        self._parents: list[ReplicateState] = []
         self._watch = Watch()
 
     # ---- set-up: called by replicate() ------------------------------------------------------------------------
@@ -87,6 +87,7 @@ class ReplicateState:
                 reducer.manage([Slot(name, param, reducer) for name, param in params])
                 reducer.before_round = self.follow
                 reducer.after_round = self._after_round
+                reducer.broadcast = broadcast
                 self._reducers.append(reducer)
             for reducer in self._reducers:
                 reducer.agree(broadcast=False)
@@ -105,8 +106,18 @@ class ReplicateState:
             self._handles.append(module.register_forward_pre_hook(ForwardHook(self)))
             module.__dict__["__getstate__"] = PlainCopy(module)
         self._watch.look(self.managed_modules())
-        for parent in parents:
-            parent.refresh()
+        self._parents = parents
+
+    def refresh_parents(self) -> None:
+        """Lets the calls on parents that lost parameters to this one plan anew. Collective."""
+        for parent in self._parents:
+            parent.look_again()
+        self._parents = []
+
+    def look_again(self) -> None:
+        """Follows the model although it holds the same: marks on submodules came or went. Collective."""
+        self._watch.forget()
+        self.refresh()
 
     def _take_over(self, slots: Iterable[Slot]) -> list[ReplicateState]:
         """Makes these slots the owners of their parameters: the innermost call owns a parameter.
@@ -155,27 +166,45 @@ class ReplicateState:
 
     # ---- following the model ----------------------------------------------------------------------------------
 
-    def follow(self) -> None:
-        """Notices parameters that were added, replaced or taken away since last time. Local and cheap."""
-        if not self._watch.changed():
+    def follow(self, *, only_add: bool = False) -> None:
+        """Notices parameters that were added, replaced or taken away since last time. Local and cheap.
+
+        Args:
+            only_add: Whether to let nothing go: during a forward other parameters may stand in for the model's own
+                for a while (``torch.func.functional_call``).
+        """
+        if not (self._watch.changed() or self._tentative) or self._watch.in_flux():
             return
         self._structure_changed = True
-        self._watch.look(self.managed_modules())
-        known = {id(slot.param): slot for reducer in self._reducers for slot in reducer.slots}
+        self._tentative = only_add
+        known = {id(slot.param) for reducer in self._reducers for slot in reducer.slots}
         current = dict(self._parameters())
-        new = [(name, param) for name, param in current.items() if id(param) not in known and slot_of(param) is None]
-        present = {id(param) for param in current.values()}
+        new = [(name, param) for name, param in current.items() if id(param) not in known and self._may_take(param)]
+        if not only_add:
+            self._watch.look(self.managed_modules())
+            self._let_go({id(param) for param in current.values()})
+            if self._buffers is not None:
+                self._buffers.rescan()
+        validate_parameters(new, self.modules)
+        first = self._reducers[0]
+        slots = [Slot(name, param, first) for name, param in new]
+        self._take_over(slots)
+        first.manage(slots)
+
+    def _let_go(self, present: set[int]) -> None:
+        """Drops the parameters that are not present any more. They may come back, here or elsewhere."""
         for reducer in self._reducers:
             gone = [slot for slot in reducer.slots if id(slot.param) not in present]
             if gone:
                 reducer.drop(gone)
-        validate_parameters(new, self.modules)
-        first = self._reducers[0]
-        slots = [Slot(name, param, first) for name, param in new]
-        slots_by_param.update((id(slot.param), slot) for slot in slots)
-        first.manage(slots)
-        if self._buffers is not None:
-            self._buffers.rescan()
+            for slot in gone:
+                if slot_of(slot.param) is slot:
+                    del slots_by_param[id(slot.param)]
+
+    def _may_take(self, param: nn.Parameter) -> bool:
+        """Whether nobody averages the parameter, or somebody does who no longer holds it."""
+        slot = slot_of(param)
+        return slot is None or all(param is not held for _, held in slot.reducer.owner._parameters())
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return own_parameters(self._walk(), self._ignored_params)
@@ -216,10 +245,10 @@ class ReplicateState:
         Raises:
             ValueError: If ``fully_shard`` was applied to a marked module, too.
         """
-        if not self.active or _private.current_graph_task_id() != -1:
+        if not self.active or not torch.is_grad_enabled() or _private.current_graph_task_id() != -1:
             return
         self.validate()
-        self.follow()
+        self.follow(only_add=True)
         for reducer in self._reducers:
             reducer.follow()
 
@@ -235,142 +264,6 @@ class ReplicateState:
                     f"`fully_shard` and `replicate` were both applied to the same module ({type(module).__name__})."
                     f" Choose one of them for this module; children of it may have the other."
                 )
-
-    @contextmanager
-    def round(self) -> Iterator[None]:
-        """Makes sure that one round is closed, whether or not this rank comes to a backward inside.
-
-        A rank that has no backward, or one that reaches no replicated parameter, takes part with nothing when it
-        leaves the block, so that the others do not wait for it.
-
-        Example::
-
-            with state.round():
-                if batch is not None:
-                    loss(model(batch)).backward()
-        """
-        before = self.closed_rounds
-        yield
-        if self.closed_rounds == before:
-            self.close_round(took_part=False)
-
-    def close_round(self, *, took_part: bool = True) -> None:
-        """Takes part in one round without a backward. Collective: every rank must close a round.
-
-        Args:
-            took_part: Whether this rank counts in the average: it does if it had a loss that reached no parameter.
-        """
-        if self.active and self.requires_gradient_sync:
-            assert self.channel is not None
-            self.channel.close_without_backward(took_part=took_part)
-
-    @property
-    def closed_rounds(self) -> int:
-        """How many rounds were closed on this process group, by any group."""
-        return 0 if self.channel is None else self.channel.closed_rounds
-
-    def set_weight(self, weight: float, *, scale: float = 1.0) -> None:
-        """Sets how much this rank's next losses count: their number of samples or tokens, say. Holds until set again.
-
-        Each loss is taken for a mean over its samples. A round's gradient is the sum over ranks and accumulated
-        backwards of weight times gradient, divided by the sum of all weights: that of one process on the whole batch.
-
-        Args:
-            weight: A number that is not negative.
-            scale: Undoes a division of the loss by somebody else (an accumulation loop that divides by its length).
-
-        Raises:
-            ValueError: If the weight is negative, or ``average`` is not ``"weighted"``.
-        """
-        if self._options.average != "weighted":
-            raise ValueError(f"A weight needs replicate(average='weighted'); this call uses {self._options.average!r}.")
-        if not weight >= 0:
-            raise ValueError(f"A weight must be a number that is not negative, got {weight!r}.")
-        for reducer in self._reducers:
-            reducer.set_weight(float(weight), scale)
-
-    def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divides the sum over ranks by this number, whatever ``average`` says; for loops that divide by themselves.
-
-        Args:
-            factor: A positive number; ``None`` follows ``average`` again.
-
-        Raises:
-            ValueError: If the factor is not positive, or a communication hook divides already.
-        """
-        if self._options.comm_hook is not None:
-            raise ValueError("A `comm_hook` divides by the world size itself, so there is no other divide factor.")
-        if factor is not None and not factor > 0:
-            raise ValueError(f"A gradient divide factor must be positive, got {factor!r}.")
-        for reducer in self._reducers:
-            reducer.set_divide_factor(factor)
-
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Lets a DDP communication hook move the gradients from the next round on. Collective.
-
-        The hook has DDP's meaning: it gets the bucket's gradients, not divided by the world size, and the value of the
-        future that it returns becomes the gradients.
-
-        Args:
-            state: First argument of the hook. ``None`` gives it the process group that carries our gradients.
-            hook: ``hook(state, bucket) -> Future``.
-
-        Raises:
-            TypeError: If the hook cannot be called.
-            RuntimeError: If there is one already.
-            ValueError: If ``reduce_dtype`` or ``average="sum"`` was chosen, which a hook cannot keep.
-        """
-        if self._options.comm_hook is not None:
-            raise RuntimeError("A communication hook is registered already; there can be one for a replicate() call.")
-        if not callable(hook):
-            raise TypeError(f"A communication hook must be callable, got {type(hook).__name__}.")
-        self._options = replace(self._options, comm_hook=hook, comm_hook_state=state)
-        for reducer in self._reducers:
-            reducer.set_options(self._options)
-        self.refresh()
-
-    @property
-    def requires_gradient_sync(self) -> bool:
-        """Whether backward averages gradients."""
-        return all(reducer.requires_sync for reducer in self._reducers)
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Switches averaging on or off, for gradient accumulation. What counts is the switch during backward.
-
-        Args:
-            requires_gradient_sync: Whether the next backward averages, along with what was accumulated before.
-        """
-        for reducer in self._reducers:
-            reducer.requires_sync = requires_gradient_sync
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients without communication inside the block. The same on all ranks."""
-        before = [reducer.requires_sync for reducer in self._reducers]
-        self.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            for reducer, requires_sync in zip(self._reducers, before, strict=True):
-                reducer.requires_sync = requires_sync
-
-    def sync_buffers(self) -> None:
-        """Gives all ranks rank 0's buffers that the ``buffers`` option synchronizes when they are read. Collective.
-
-        Call it before an evaluation whose result should not depend on the rank, and at the end of training.
-        """
-        if self._buffers is not None:
-            self._buffers.before_reading()
-
-    def reset(self) -> None:
-        """Takes the place of a backward that raised: the round is void, on all ranks, and the next one starts clean.
-
-        Call it once on a rank whose backward (or the forward before it) raised and which goes on. The other ranks'
-        backward raises :class:`~lightning_replicate.ReplicateError`; they may call it, too, and go on. On a GPU with
-        a single group they do not notice, and all ranks must fail together.
-        """
-        if self.channel is not None:
-            self.channel.reset()
 
     # ---- what a person looks at -------------------------------------------------------------------------------
 
@@ -395,10 +288,13 @@ class ReplicateState:
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
-    def remove(self) -> None:
+    def remove(self, *, give_back: bool = True) -> None:
         """Takes everything off the modules again: hooks, buckets, the mark. Gradients stay, as ordinary tensors.
 
         Call it on all ranks.
+
+        Args:
+            give_back: Whether calls on parents take over what this call averaged, which is collective.
         """
         for handle in self._handles:
             handle.remove()
@@ -406,9 +302,14 @@ class ReplicateState:
         for module in self.modules:
             module.__dict__.pop("__getstate__", None)
             _private.unmark_composable(module, FUNCTION_NAME)
+        channel, modules = self.channel, set(self.modules)
         self._forget()
         self.modules = ()
         self.active = False
+        if channel is not None and give_back:
+            for parent in channel.owners():  # what this call owned belongs to calls on parents again
+                if any(child in modules for root in parent.modules for child in root.modules()):
+                    parent.look_again()
 
     def _forget(self) -> None:
         for reducer in self._reducers:

@@ -116,10 +116,8 @@ class Wire:
         """Whether flags must not share the payload's collective: a hook, a weight or a data type would spoil them."""
         if self.options.comm_hook is not None:
             return True
-        on_wire = self.options.reduce_dtype or dtype
-        if on_wire not in _EXACT_COUNT:
-            return False
-        return self.options.average == "weighted" or self.world_size > _EXACT_COUNT[on_wire]
+        exact = [_EXACT_COUNT[kind] for kind in (self.options.reduce_dtype, dtype) if kind in _EXACT_COUNT]
+        return bool(exact) and (self.options.average == "weighted" or self.world_size > min(exact))
 
     def launch(self, bucket: Bucket | SparseBucket, said: Round, last: bool) -> tuple[int, int, bool]:
         """Fills the bucket and starts its reduction.
@@ -199,7 +197,7 @@ class Wire:
                 bucket.payload.mul_(self.world_size / read)
             return
         # without a read: where all ranks took part the factor is exactly one
-        total = weight.float()
+        total = weight.double() if weight.dtype == torch.float64 else weight.float()
         factor = torch.where(total > 0, self.world_size / total, torch.ones_like(total))
         payload = bucket.payload
         if payload.dtype in _EXACT_COUNT:  # a half-precision factor would lose digits

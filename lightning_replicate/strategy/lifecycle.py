@@ -155,7 +155,7 @@ class ReplicateLifecycle:
         self._uneven_inputs = uneven_inputs
         self._states: list[ReplicateState] = []
         self._local_params: set[nn.Parameter] = set()
-        self._checked: list[int] = []
+        self._checked: list[tuple[int, bool]] = []
         self._skipped = False
         self._rounds_before_backward: list[int] = []
         self._restore_late = False
@@ -226,7 +226,7 @@ class ReplicateLifecycle:
         self._states = mark(self.lightning_module, self._replicate, local, self._options, self.optimizers)
 
     def _check_optimizers(self) -> None:
-        seen = [id(param) for param in parameters_of_optimizers(self.optimizers)]
+        seen = [(id(param), param.requires_grad) for param in parameters_of_optimizers(self.optimizers)]
         if seen != self._checked:
             managed = {param for state in self._states for param in state.parameters()} | self._local_params
             require_managed(self.optimizers, self.lightning_module, managed)
@@ -337,7 +337,8 @@ class ReplicateLifecycle:
         # a backward that reached no replicated parameter has not closed its round
         for state, before in zip(self._channels(), self._rounds_before_backward, strict=True):
             if state.closed_rounds == before:
-                state.close_round(took_part=not self._skipped)
+                assert state.channel is not None
+                state.channel.close_without_backward(took_part=not self._skipped)
 
     def _channels(self) -> list[ReplicateState]:
         """One state for each process group."""
@@ -398,8 +399,8 @@ class ReplicateLifecycle:
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        for state in {*self._states, *(states_in(self.lightning_module) if self.lightning_module else ())}:
-            state.remove()
+        for state in [*self._states, *(states_in(self.lightning_module) if self.lightning_module else ())]:
+            state.remove(give_back=False)  # may follow an exception on this rank alone
         self._states = []
         self._local_params = set()
         self._checked = []

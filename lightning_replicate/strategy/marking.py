@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
@@ -39,15 +40,14 @@ def mark(
         state.validate()
         state.refresh()  # the model was moved and converted since
 
-    def call(modules: dict[nn.Module, str], **extra: Any) -> None:
-        ignored_modules = [*local.modules.values(), *extra.pop("ignored_modules", ())]
+    def call(modules: dict[nn.Module, str], options: Options = options, **extra: Any) -> None:
         ignored_params = [*local.params.values(), *extra.pop("ignored_params", ())]
         states.append(
             apply(
                 list(modules),
                 options,
                 process_group=group,
-                ignored_modules=ignored_modules,
+                ignored_modules=local.modules.values(),
                 ignored_params=ignored_params,
                 names=modules,
                 **extra,
@@ -60,7 +60,7 @@ def mark(
             call({module: name for name, module in chosen.modules.items()})
         if chosen.params:  # marked on the model itself, which owns them
             others = set(root.parameters()) - set(chosen.params.values())
-            call({root: ""}, ignored_modules=list(root.children()), ignored_params=others)
+            call({root: ""}, options=dataclasses.replace(options, buffers="start"), ignored_params=others)
     elif not states:
         call({root: ""}, partition=_by_optimizer(list(optimizers)))
     equalize(root, local_params=local.all_parameters(), local_modules=local.modules.values(), process_group=group)

@@ -531,6 +531,36 @@ def test_r17_what_is_neither_replicated_nor_local_is_named(ranks: Ranks) -> None
     ranks(2, _forgotten)
 
 
+class _Unfrozen(_Parts):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.head_b.requires_grad_(False)
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.head_b.requires_grad_(True)
+
+
+def _unfrozen_unmanaged(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"2 trainable parameters.*head_b.0.weight, head_b.0.bias"):
+        trainer(ReplicateStrategy(replicate=["encoder", "head_a", "scale"], local=["teacher"])).fit(_Unfrozen(rank))
+
+
+def test_r17_an_unmanaged_parameter_that_is_unfrozen(ranks: Ranks) -> None:
+    ranks(2, _unfrozen_unmanaged)
+
+
+def _nested_patterns(rank: int) -> None:
+    model = _Parts(rank)
+    names = ["encoder.0.weight", "scale", "head_*"]
+    trainer(ReplicateStrategy(replicate=names, local=["encoder.0.bias", "teacher"])).fit(model)
+    assert_ranks_equal([model.encoder[0].weight, model.scale, *model.head_a.parameters()])
+
+
+def test_r04_parameters_by_name(ranks: Ranks) -> None:
+    ranks(2, _nested_patterns)
+
+
 class _ByHand(_Parts):
     def configure_model(self) -> None:
         replicate(self.encoder, self.head_a, self.head_b, ignored_params=[])
