@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Union
+from typing import Any, Literal, Union, get_args
 
 import torch
 
@@ -15,7 +15,7 @@ Average = Literal["participants", "world", "sum", "weighted"]
 BufferChoice = Union[Literal["auto", "step", "epoch", "start"], Iterable[str], Callable[[str, torch.Tensor], bool]]
 """Which buffers follow rank 0 after set-up, and when. See :class:`~lightning_replicate.core.buffers.BufferSync`."""
 
-_AVERAGES = ("participants", "world", "sum", "weighted")
+_AVERAGES = get_args(Average)
 _BUFFER_SCHEDULES = ("auto", "step", "epoch", "start")
 _MIB = 1024 * 1024
 

@@ -373,8 +373,3 @@ class Bucket:
     def _read(self) -> list[float]:
         tail = self.tail
         return (tail.real if tail.is_complex() else tail).tolist()
-
-    def abandon(self) -> None:
-        """Forgets the round that is under way."""
-        self.launched = False
-        self.absent = []

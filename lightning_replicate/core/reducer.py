@@ -332,13 +332,6 @@ class Reducer(Group):
             f" the loss, freeze them with `requires_grad_(False)`, or allow it with `strict_unused=False`."
         )
 
-    def abandon(self) -> None:
-        """Drops the round that is under way; gradients of this rank stay as they are."""
-        self.wire.abandon()
-        for bucket in self.buckets:
-            bucket.abandon()
-        self.forget_window()
-
     def release(self) -> None:
         """Takes all hooks off and leaves ordinary gradients."""
         for slot in self.slots:

@@ -163,11 +163,6 @@ class SparseBucket:
         totals = self._totals
         return lambda: totals
 
-    def abandon(self) -> None:
-        """Forgets the round that is under way."""
-        self.launched = False
-        self._old = self._local = None
-
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, is_coalesced: bool = True) -> torch.Tensor:
     # what goes in comes from sparse tensors of this very shape, so torch need not check it again

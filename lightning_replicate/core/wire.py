@@ -204,11 +204,3 @@ class Wire:
             payload.copy_(payload.float().mul_(factor))
         else:
             payload.mul_(factor)
-
-    def abandon(self) -> None:
-        """Forgets what was started, after waiting for it."""
-        pending, self._pending = self._pending, {}
-        for works, future, _ in pending.values():
-            for work in (*works, future):
-                if work is not None:
-                    work.wait()

@@ -89,9 +89,6 @@ class ReplicateLifecycle:
         num_processes: int
         cluster_environment: Any
         precision_plugin: Any
-        _ddp_comm_state: Any
-        _ddp_comm_hook: Any
-        _ddp_comm_wrapper: Any
         _process_group_backend: str | None
 
     def __init__(
@@ -159,11 +156,11 @@ class ReplicateLifecycle:
         self._skipped = False
         self._rounds_before_backward: list[int] = []
         self._restore_late = False
-        self._info = f"{find_unused_parameters=}, {static_graph=}, {gradient_as_bucket_view=}"
         if find_unused_parameters or static_graph or gradient_as_bucket_view:
             _private.rank_zero_info(
                 f"ReplicateStrategy accepts DDP's `find_unused_parameters`, `static_graph` and"
-                f" `gradient_as_bucket_view` and does not need them ({self._info})."
+                f" `gradient_as_bucket_view` and does not need them ({find_unused_parameters=}, {static_graph=},"
+                f" {gradient_as_bucket_view=})."
             )
 
     # ---- environment ------------------------------------------------------------------------------------------
