@@ -203,6 +203,48 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     _materialize_distributed_module(module, device)
 
 
+def take_over_sigterm(trainer: Any, on_sigterm: Callable[[], None]) -> Callable[[], None]:
+    """Lets a fit hear of SIGTERM through ``on_sigterm`` and not by messages of Lightning's own.
+
+    Reason: Lightning 2.6 broadcasts from rank 0 at the start of every batch, which makes the host wait for the device,
+    and broadcasts again inside the signal handler, which waits for ever on a rank that is signalled alone. If Lightning
+    renames these methods, its own messages stay and are harmless beside ours.
+
+    Args:
+        trainer: The Trainer, before it registers signal handlers.
+        on_sigterm: Called in the signal handler.
+
+    Returns:
+        A function that undoes it.
+    """
+    signals, epoch_loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    told = False
+
+    def handler(signum: Any, _: Any) -> None:
+        nonlocal told
+        launcher = trainer.strategy.launcher
+        if not told and launcher is not None:
+            launcher.kill(signum)
+        told = True
+        on_sigterm()
+
+    replaced = {(signals, "_sigterm_notifier_fn"): handler, (epoch_loop, "_broadcast_sigterm_tensor"): lambda: None}
+    replaced = {(owner, name): new for (owner, name), new in replaced.items() if hasattr(owner, name)}
+    for (owner, name), new in replaced.items():
+        setattr(owner, name, new)
+
+    def undo() -> None:
+        for owner, name in replaced:
+            vars(owner).pop(name, None)
+
+    return undo
+
+
+def announce_sigterm(trainer: Any) -> None:
+    """Makes Lightning end the fit as after SIGTERM. Reason: see :func:`take_over_sigterm`."""
+    trainer._signal_connector.received_sigterm = True
+
+
 def rank_zero_info(message: str) -> None:
     """Logs on rank 0. Reason: Lightning's two twins each export this; the shared package is the one both have."""
     from lightning_utilities.core.rank_zero import rank_zero_info

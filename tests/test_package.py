@@ -21,6 +21,7 @@ CORE_ORDER = (
     "bucket",
     "sparse",
     "wire",
+    "hook_state",
     "agreement",
     "group",
     "reducer",

@@ -144,6 +144,7 @@ class Bucket:
     def __init__(self, index: int, slots: Sequence[Slot], *, tail_apart: bool) -> None:
         first = slots[0].param
         self.index = index
+        self.hook_index = -1
         self.slots = list(slots)
         self.dtype = first.dtype
         self.device = first.device

@@ -45,6 +45,7 @@ class Channel:
         task: The graph task whose gradients are arriving, or ``None``.
         nested: Whether that task runs inside another one.
         closed_rounds: How many rounds were closed.
+        hook_buckets: Numbers under which communication hooks know buckets, by group and parameters.
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -61,6 +62,7 @@ class Channel:
         self.task: int | None = None
         self.nested = False
         self.closed_rounds = 0
+        self.hook_buckets: dict[tuple[str, ...], int] = {}
         self._root: int | None = None
         self._is_open = False
         self._taking_part: list[Reducer] = []

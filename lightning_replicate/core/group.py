@@ -28,6 +28,7 @@ class ProcessGroups(Protocol):
 
     gradients: dist.ProcessGroup
     control: dist.ProcessGroup
+    hook_buckets: dict[tuple[str, ...], int]
 
 
 class Group:
@@ -37,6 +38,7 @@ class Group:
         groups: The process groups over which they reduce and agree.
         options: How gradients travel.
         owner: Whoever made this group.
+        index: Its number on its process groups.
         hook: Puts the gradient hooks on a parameter; called again when its memory changed.
 
     Attributes:
@@ -46,7 +48,10 @@ class Group:
         wants_layout: Whether this rank saw a change that needs a new layout.
     """
 
-    def __init__(self, groups: ProcessGroups, options: Options, owner: Any, hook: Callable[[Slot], None]) -> None:
+    def __init__(
+        self, groups: ProcessGroups, options: Options, owner: Any, index: int, hook: Callable[[Slot], None]
+    ) -> None:
+        self.index = index
         self.options = options
         self.owner = owner
         self.slots: list[Slot] = []
@@ -204,8 +209,18 @@ class Group:
                 buckets.append(SparseBucket(index, packed[0]))
             else:
                 tail_apart = self.wire.tail_apart(packed[0].param.dtype)
-                buckets.append(Bucket(index, packed, tail_apart=tail_apart))
+                bucket = Bucket(index, packed, tail_apart=tail_apart)
+                bucket.hook_index = self._number_for_hooks(packed)
+                buckets.append(bucket)
         return buckets
+
+    def _number_for_hooks(self, slots: Sequence[Slot]) -> int:
+        """The number under which a communication hook knows a bucket of these parameters: never that of another one."""
+        if self.options.comm_hook is None:
+            return -1
+        known = self._groups.hook_buckets
+        key = (str(self.index), *(f"{slot.name} {tuple(slot.param.shape)}" for slot in slots))
+        return known.setdefault(key, max(known.values(), default=-1) + 1)
 
     def _describe_options(self) -> str:
         options = self.options

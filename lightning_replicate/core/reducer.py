@@ -62,7 +62,7 @@ class Reducer(Group):
     """
 
     def __init__(self, channel: Channel, options: Options, owner: Any) -> None:
-        super().__init__(channel, options, owner, self._hook_parameter)
+        super().__init__(channel, options, owner, channel.add(self), self._hook_parameter)
         self.channel = channel
         self.requires_sync = True
         self.broadcast = True  # whether parameters that enter the layout take the first rank's values
@@ -79,7 +79,6 @@ class Reducer(Group):
         self._missed: list[Slot] = []
         self._participants: int | None = None
         self._unread: Callable[[], Totals] | None = None  # the last round's totals, while nobody waited for them
-        self.index = channel.add(self)
 
     @property
     def dirty(self) -> bool:
@@ -306,6 +305,13 @@ class Reducer(Group):
         self._tally.arrivals = None if agreed is not None else []
         if agreed is not None:
             self.reorder([members[index] for index in agreed])
+
+    def adopt_order(self, names: Sequence[str]) -> None:
+        """Takes over the order that an earlier run agreed on, if it holds the same parameters. On all ranks alike."""
+        members = {slot.name: slot for slot in self.members()}
+        if members.keys() == set(names):
+            self.reorder([members[name] for name in names])
+            self._tally.arrivals = None
 
     def complain_of_unused(self) -> str | None:
         """With ``strict_unused``: which parameters had no gradient, and on which ranks. Collective, as the option is.

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from lightning_replicate.core import hook_state
 from lightning_replicate.core.api import Options
 from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.channel import Channel
@@ -118,6 +121,37 @@ class Switches:
         for reducer in self._reducers:
             reducer.set_options(self._options)
         self.refresh()
+
+    def hook_state_dict(self) -> dict[str, Any] | None:
+        """What this rank's communication hook has learned, and for which layout: plain data, for a checkpoint.
+
+        Returns:
+            Tensors, numbers and text in dictionaries and lists, which ``torch.load(weights_only=True)`` reads; ``None``
+            without a hook that has a state.
+        """
+        if self.channel is None or self._options.comm_hook_state is None:
+            return None
+        return {
+            "state": hook_state.encode(self._options.comm_hook_state),
+            "orders": [[slot.name for slot in reducer.members()] for reducer in self._reducers],
+            "buckets": [(list(key), number) for key, number in self.channel.hook_buckets.items()],
+        }
+
+    def load_hook_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continues with what :meth:`hook_state_dict` gave. Call it on all ranks, before the first round.
+
+        Args:
+            saved: What this rank saved; with another number of ranks, what any rank saved.
+        """
+        if self.channel is None or self._options.comm_hook_state is None:
+            return
+        params = [slot.param for reducer in self._reducers for slot in reducer.slots]
+        device = params[0].device if params else torch.device("cpu")
+        hook_state.restore(self._options.comm_hook_state, saved["state"], device)
+        self.channel.hook_buckets = {tuple(key): number for key, number in saved["buckets"]}
+        for reducer, order in zip(self._reducers, saved["orders"], strict=False):
+            reducer.adopt_order(order)
+            reducer.build()
 
     @property
     def requires_gradient_sync(self) -> bool:

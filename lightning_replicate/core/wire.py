@@ -6,6 +6,7 @@ fewer ranks took part, or ranks weigh differently, the sum is multiplied by ``wo
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,8 @@ class HookBucket:
         self._buffer = bucket.payload
 
     def index(self) -> int:
-        """Position of the bucket in the launch order."""
-        return self._bucket.index
+        """The bucket's number: its position in the first layout, a new one for a bucket with other parameters."""
+        return self._bucket.hook_index
 
     def is_last(self) -> bool:
         """Whether this bucket is the last of the round."""
@@ -144,6 +145,11 @@ class Wire:
             future = hook(self.process_group if state is None else state, HookBucket(bucket, last))
             if not hasattr(future, "wait") or not hasattr(future, "value"):
                 raise RuntimeError(f"A communication hook must return a torch.futures.Future, got {type(future)}.")
+            if bucket.device.type == "cpu":
+                # a hook may go on communicating in callbacks, which run on threads there: only one bucket at a time
+                # gives all ranks the same order of collectives
+                with suppress(Exception):
+                    future.wait()  # raises again in finish()
         else:
             reduce_dtype = self.options.reduce_dtype
             sent = bucket.flat
@@ -176,10 +182,10 @@ class Wire:
             nbytes = bucket.finish(self.process_group, self.divides_by_weights)
             return nbytes, 2 if nbytes else 0
         works, future, wire_tensor = self._pending.pop(bucket)
+        result = None if future is None else future.wait()
         for work in works:
             work.wait()
-        if future is not None:
-            result = future.wait()
+        if result is not None:
             result = result[0] if isinstance(result, (list, tuple)) else result
             if result.data_ptr() != bucket.payload.data_ptr():
                 bucket.payload.copy_(result.view_as(bucket.payload))

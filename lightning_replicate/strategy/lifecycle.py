@@ -8,8 +8,7 @@ samplers, ``sync_dist`` and compiled modules.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Optional, get_args
 
@@ -18,14 +17,16 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_replicate import _private
-from lightning_replicate.core.agreement import gather_flags, gather_number
-from lightning_replicate.core.api import Average, BufferChoice, Options, Plan, ReplicateError
+from lightning_replicate.core.agreement import union
+from lightning_replicate.core.api import Average, BufferChoice, Options, Plan
 from lightning_replicate.core.replicate import states_in
 from lightning_replicate.core.state import ReplicateState
-from lightning_replicate.strategy.inputs import UnevenInputs, agree_on_end, holds_no_batch
-from lightning_replicate.strategy.marking import mark, parameters_of_optimizers, require_managed
-from lightning_replicate.strategy.precision import closure_for_scaler
+from lightning_replicate.strategy.checkpoint import Checkpoints
+from lightning_replicate.strategy.inputs import UnevenInputs
+from lightning_replicate.strategy.marking import mark
 from lightning_replicate.strategy.selection import Patterns, select
+from lightning_replicate.strategy.steps import SkippedSteps, Steps
+from lightning_replicate.strategy.stopping import StopTogether
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -34,11 +35,8 @@ if TYPE_CHECKING:
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-SkippedSteps = Literal["participants", "together", "error"]
-"""What happens when ``training_step`` returns ``None`` on some ranks."""
 
-
-class ReplicateLifecycle:
+class ReplicateLifecycle(Steps, Checkpoints):
     """Data-parallel training without a wrapper.
 
     Args:
@@ -155,6 +153,9 @@ class ReplicateLifecycle:
         self._checked: list[tuple[int, bool]] = []
         self._skipped = False
         self._rounds_before_backward: list[int] = []
+        self._hook_states_after_fit: list[dict[str, Any] | None] = []
+        self._control: dist.ProcessGroup | None = None  # for small messages of the strategy's own
+        self._stopping: StopTogether | None = None
         self._restore_late = False
         if find_unused_parameters or static_graph or gradient_as_bucket_view:
             _private.rank_zero_info(
@@ -216,148 +217,22 @@ class ReplicateLifecycle:
         super().setup_optimizers(trainer)  # type: ignore[misc]
         self._mark_modules()
         self._check_optimizers()
+        if self.world_size > 1:
+            control = self._control = dist.new_group(
+                backend="gloo", timeout=_private.process_group_timeout(dist.group.WORLD)
+            )
+            self._stopping = StopTogether(trainer, lambda flags: union(flags, control))
 
     def _mark_modules(self) -> None:
         local = select(self.lightning_module, self._local, "local")
         self._local_params = local.all_parameters()
         self._states = mark(self.lightning_module, self._replicate, local, self._options, self.optimizers)
 
-    def _check_optimizers(self) -> None:
-        seen = [(id(param), param.requires_grad) for param in parameters_of_optimizers(self.optimizers)]
-        if seen != self._checked:
-            managed = {param for state in self._states for param in state.parameters()} | self._local_params
-            require_managed(self.optimizers, self.lightning_module, managed)
-            self._checked = seen
-
-    # ---- collectives of Lightning -----------------------------------------------------------------------------
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        # Lightning averages the sample counts of ranks as whole numbers, which cuts off a half where ranks evaluate
-        # other numbers of samples
-        averages = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
-        if averages and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and not tensor.is_complex():
-            tensor = tensor.double()
-        return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
-
-    # ---- inputs -----------------------------------------------------------------------------------------------
-
-    def process_dataloader(self, dataloader: object) -> object:
-        dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
-        channels = self._channels()
-        if not channels or not self.lightning_module.trainer.training:
-            return dataloader
-        channel = channels[0].channel
-        assert channel is not None
-        agreed = agree_on_end(dataloader, self._uneven_inputs, lambda number: gather_number(number, channel.control))
-        joins = agreed is not dataloader and self._uneven_inputs == "join"
-        if joins and not self.lightning_module.automatic_optimization:
-            raise ValueError(
-                "`uneven_inputs='join'` needs automatic optimization: a rank without a batch cannot know how many"
-                " backwards the others make. Use `uneven_inputs='stop'`."
-            )
-        return agreed
-
-    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return batch if holds_no_batch(batch) else super().batch_to_device(batch, *args, **kwargs)  # type: ignore[misc]
-
-    # ---- one step ---------------------------------------------------------------------------------------------
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._follow_the_model()
-        for state in self._states:
-            state.pre_forward()
-        has_batch = not (args and holds_no_batch(args[0]))
-        output = super().training_step(*args, **kwargs) if has_batch else None  # type: ignore[misc]
-        self._skipped = False
-        if not self.lightning_module.automatic_optimization or self.world_size == 1:
-            return output
-        # a rank that has run out of data does not skip a step, it has none
-        self._skipped = self._agree_on_skipping(has_batch and output is None) or not has_batch
-        if not self._skipped:
-            return output
-        # with a loss that reaches nothing, this rank's backward, scaler and optimizer step run like the others'
-        return torch.zeros((), device=self.root_device, requires_grad=True)
-
-    def _agree_on_skipping(self, skips: bool) -> bool:
-        """Whether this rank skips the step."""
-        channels = self._channels()
-        if self._skipped_steps == "participants" or not channels:
-            return skips
-        assert channels[0].channel is not None
-        table = gather_flags([skips], channels[0].channel.control)
-        skipping = [rank for rank, (skipped,) in enumerate(table) if skipped]
-        if skipping and self._skipped_steps == "error":
-            raise ReplicateError(
-                f"`training_step` returned None on rank {', '.join(map(str, skipping))} in step"
-                f" {self.lightning_module.global_step}. Return a loss, or allow it with"
-                f" `ReplicateStrategy(skipped_steps='participants')` or `'together'`."
-            )
-        return bool(skipping)
-
-    def set_weight(self, weight: float) -> None:
-        """Sets how much this rank's loss counts, for ``average="weighted"``. Call it in every ``training_step``.
-
-        The loss is taken for a mean over samples (or tokens) whose number is the weight; the step then equals one
-        process that sees the samples of all ranks, and of all batches that are accumulated.
-
-        Args:
-            weight: A number that is not negative.
-
-        Raises:
-            ValueError: If no replicated module uses ``average="weighted"``.
-        """
-        weighted = [state for state in self._states if state.average == "weighted"]
-        if not weighted:
-            raise ValueError("A weight needs `ReplicateStrategy(average='weighted')`.")
-        module = self.lightning_module
-        divided_by = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
-        for state in weighted:
-            state.set_weight(weight, scale=divided_by)
-
-    def _follow_the_model(self) -> None:
-        """Between steps ranks may communicate, so new parameters become equal before they are used."""
-        for state in self._states:
-            if state.has_new_parameters:
-                state.refresh()
-                self._checked = []
-        self._check_optimizers()
-
-    def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        channels = self._channels()
-        self._rounds_before_backward = [state.closed_rounds for state in channels]
-        if not closure_loss.requires_grad:
-            for state in channels:  # backward is about to raise: the other ranks must not wait for this one
-                if state.requires_gradient_sync:
-                    state.reset()
-
-    def post_backward(self, closure_loss: torch.Tensor) -> None:
-        # a backward that reached no replicated parameter has not closed its round
-        for state, before in zip(self._channels(), self._rounds_before_backward, strict=True):
-            if state.closed_rounds == before:
-                assert state.channel is not None
-                state.channel.close_without_backward(took_part=not self._skipped)
-
-    def _channels(self) -> list[ReplicateState]:
-        """One state for each process group."""
-        return list({id(state.channel): state for state in self._states if state.active}.values())
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        with ExitStack() as stack:
-            for state in self._states:
-                stack.enter_context(state.no_sync())
-            yield
-
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        self._follow_the_model()
-
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            closure = closure_for_scaler(optimizer, closure)
-        return super().optimizer_step(optimizer, closure, *args, **kwargs)  # type: ignore[misc]
-
     # ---- buffers ----------------------------------------------------------------------------------------------
 
     def on_validation_start(self) -> None:
+        if self._stopping is not None:
+            self._stopping.validated()
         self._sync_buffers()
         super().on_validation_start()  # type: ignore[misc]
 
@@ -396,12 +271,18 @@ class ReplicateLifecycle:
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
+        self._hook_states_after_fit = [state.hook_state_dict() for state in self._states]  # it may be saved after fit
         for state in [*self._states, *(states_in(self.lightning_module) if self.lightning_module else ())]:
             state.remove(give_back=False)  # may follow an exception on this rank alone
         self._states = []
         self._local_params = set()
         self._checked = []
         self._restore_late = False
+        if self._stopping is not None:
+            self._stopping.remove()
+        if self._control is not None and dist.is_initialized():
+            dist.destroy_process_group(self._control)
+        self._stopping = self._control = None
         super().teardown()  # type: ignore[misc]
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric
 
 from lightning_replicate import ReplicateError, ReplicateStrategy
 from lightning_replicate.strategy.inputs import NoBatch, agree_on_end, holds_no_batch
-from tests.core.helpers import data, mlp
+from tests.core.helpers import assert_ranks_equal, data, mlp
 from tests.ranks import Ranks
 from tests.strategy.helpers import Batches, Small, assert_trained_like, by_hand, trainer
 from tests.strategy.test_trainer import _loss
@@ -42,6 +45,8 @@ class _Uneven(Small):
         self.seen.append([])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if not self.seen:  # resumed within an epoch
+            self.seen.append([])
         self.seen[-1].append(batch_idx)
         loss = self.loss(batch)
         self.log("epoch_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
@@ -129,8 +134,8 @@ def test_r30_combined_loaders(ranks: Ranks) -> None:
     ranks(2, _combined)
 
 
-def _join(rank: int) -> None:
-    for lengths in ([4, 6], [6, 3], [1, 4]):
+def _join(rank: int, world: int) -> None:
+    for lengths in ([4, 6], [6, 3], [1, 4]) if world == 2 else ([4, 2, 5],):
         for sized in (False, True):
             model = _Uneven(lengths, sized)
             trainer(ReplicateStrategy(uneven_inputs="join"), max_epochs=2).fit(model)
@@ -140,17 +145,64 @@ def _join(rank: int) -> None:
                 mlp(4, 5, 2),
                 lambda m, r, step, n=longest, own=lengths: _loss(m, r, step % n) if step % n < own[r] else None,
                 2 * longest,
-                world=WORLD,
+                world=world,
             )
             assert_trained_like(model, reference)
     with pytest.raises(ValueError, match="needs automatic optimization"):
-        model = _Uneven([1, 2])
+        model = _Uneven([1, 2, 3])
         model.automatic_optimization = False
         trainer(ReplicateStrategy(uneven_inputs="join")).fit(model)
 
 
-def test_r30_ranks_without_data_take_part_with_nothing(ranks: Ranks) -> None:
-    ranks(2, _join)
+@pytest.mark.parametrize("world", [2, 3])
+def test_r30_ranks_without_data_take_part_with_nothing(ranks: Ranks, world: int) -> None:
+    ranks(world, _join, world)
+
+
+class _Measured(_Uneven):
+    """With a metric of torchmetrics that is computed over the epoch."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__(lengths)
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.mean(batch.mean())
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def _metrics(rank: int) -> None:
+    lengths = [2, 5, 3]
+    for mode, seen in (("stop", [2, 2, 2]), ("join", lengths)):
+        run = trainer(ReplicateStrategy(uneven_inputs=mode))
+        run.fit(_Measured(lengths))
+        values = [data(r, step, 3, 4).mean().item() for r, count in enumerate(seen) for step in range(count)]
+        assert run.callback_metrics["mean"].item() == pytest.approx(sum(values) / len(values))
+
+
+def test_r30_metrics_over_exactly_the_batches_that_were_trained_on(ranks: Ranks) -> None:
+    ranks(3, _metrics)
+
+
+def _mid_epoch(rank: int, folder: str) -> None:
+    for mode, (short, long) in (("stop", (5, 5)), ("join", (5, 7))):
+        path = f"{folder}/{mode}.ckpt"
+        keep = ModelCheckpoint(folder, filename=mode, every_n_train_steps=3, save_top_k=-1)
+        strategy = ReplicateStrategy(uneven_inputs=mode)
+        trainer(strategy, max_steps=3, enable_checkpointing=True, callbacks=[keep]).fit(_Uneven([5, 7]))
+        dist.barrier()
+        model = _Uneven([5, 7])
+        run = trainer(ReplicateStrategy(uneven_inputs=mode), max_epochs=2)
+        run.fit(model, ckpt_path=path, weights_only=True)
+        # Lightning gives a loader that cannot be fast-forwarded its batches from the start, and counts on
+        length = short if rank == 0 else long
+        assert model.seen == [list(range(3, 3 + length)), list(range(length))]
+        assert_ranks_equal(list(model.parameters()))
+
+
+def test_r30_resumed_within_an_epoch(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _mid_epoch, str(tmp_path))
 
 
 def _error(rank: int) -> None:

@@ -1,0 +1,170 @@
+"""What the strategy does in each step: inputs, skipped steps, backward, the optimizer's step. Part of
+:class:`~lightning_replicate.strategy.lifecycle.ReplicateLifecycle`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_replicate.core.agreement import gather_flags, gather_number
+from lightning_replicate.core.api import ReplicateError
+from lightning_replicate.core.state import ReplicateState
+from lightning_replicate.strategy.inputs import UnevenInputs, agree_on_end, holds_no_batch
+from lightning_replicate.strategy.marking import parameters_of_optimizers, require_managed
+from lightning_replicate.strategy.precision import closure_for_scaler
+
+SkippedSteps = Literal["participants", "together", "error"]
+"""What happens when ``training_step`` returns ``None`` on some ranks."""
+
+
+class Steps:
+    """The part of the strategy that runs in every step."""
+
+    if TYPE_CHECKING:  # what the other parts and DDPStrategy bring
+        lightning_module: Any
+        optimizers: Any
+        root_device: torch.device
+        world_size: int
+        precision_plugin: Any
+        _states: list[ReplicateState]
+        _local_params: set[nn.Parameter]
+        _control: dist.ProcessGroup | None
+        _skipped_steps: SkippedSteps
+        _uneven_inputs: UnevenInputs
+        _checked: list[tuple[int, bool]]
+        _skipped: bool
+        _rounds_before_backward: list[int]
+
+    # ---- collectives of Lightning -----------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        # Lightning averages the sample counts of ranks as whole numbers, which cuts off a half where ranks evaluate
+        # other numbers of samples
+        averages = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
+        if averages and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and not tensor.is_complex():
+            tensor = tensor.double()
+        return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+
+    # ---- inputs -----------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        control = self._control
+        if control is None or not self.lightning_module.trainer.training:
+            return dataloader
+        agreed = agree_on_end(dataloader, self._uneven_inputs, lambda number: gather_number(number, control))
+        joins = agreed is not dataloader and self._uneven_inputs == "join"
+        if joins and not self.lightning_module.automatic_optimization:
+            raise ValueError(
+                "`uneven_inputs='join'` needs automatic optimization: a rank without a batch cannot know how many"
+                " backwards the others make. Use `uneven_inputs='stop'`."
+            )
+        return agreed
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return batch if holds_no_batch(batch) else super().batch_to_device(batch, *args, **kwargs)  # type: ignore[misc]
+
+    # ---- one step ---------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._follow_the_model()
+        for state in self._states:
+            state.pre_forward()
+        has_batch = not (args and holds_no_batch(args[0]))
+        output = super().training_step(*args, **kwargs) if has_batch else None  # type: ignore[misc]
+        self._skipped = False
+        if not self.lightning_module.automatic_optimization or self.world_size == 1:
+            return output
+        # a rank that has run out of data does not skip a step, it has none
+        self._skipped = self._agree_on_skipping(has_batch and output is None) or not has_batch
+        if not self._skipped:
+            return output
+        # with a loss that reaches nothing, this rank's backward, scaler and optimizer step run like the others'
+        return torch.zeros((), device=self.root_device, requires_grad=True)
+
+    def _agree_on_skipping(self, skips: bool) -> bool:
+        """Whether this rank skips the step."""
+        if self._skipped_steps == "participants" or self._control is None:
+            return skips
+        table = gather_flags([skips], self._control)
+        skipping = [rank for rank, (skipped,) in enumerate(table) if skipped]
+        if skipping and self._skipped_steps == "error":
+            raise ReplicateError(
+                f"`training_step` returned None on rank {', '.join(map(str, skipping))} in step"
+                f" {self.lightning_module.global_step}. Return a loss, or allow it with"
+                f" `ReplicateStrategy(skipped_steps='participants')` or `'together'`."
+            )
+        return bool(skipping)
+
+    def set_weight(self, weight: float) -> None:
+        """Sets how much this rank's loss counts, for ``average="weighted"``. Call it in every ``training_step``.
+
+        The loss is taken for a mean over samples (or tokens) whose number is the weight; the step then equals one
+        process that sees the samples of all ranks, and of all batches that are accumulated.
+
+        Args:
+            weight: A number that is not negative.
+
+        Raises:
+            ValueError: If no replicated module uses ``average="weighted"``.
+        """
+        weighted = [state for state in self._states if state.average == "weighted"]
+        if not weighted:
+            raise ValueError("A weight needs `ReplicateStrategy(average='weighted')`.")
+        module = self.lightning_module
+        divided_by = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        for state in weighted:
+            state.set_weight(weight, scale=divided_by)
+
+    def _follow_the_model(self) -> None:
+        """Between steps ranks may communicate, so new parameters become equal before they are used."""
+        for state in self._states:
+            if state.has_new_parameters:
+                state.refresh()
+                self._checked = []
+        self._check_optimizers()
+
+    def _check_optimizers(self) -> None:
+        seen = [(id(param), param.requires_grad) for param in parameters_of_optimizers(self.optimizers)]
+        if seen != self._checked:
+            managed = {param for state in self._states for param in state.parameters()} | self._local_params
+            require_managed(self.optimizers, self.lightning_module, managed)
+            self._checked = seen
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        channels = self._channels()
+        self._rounds_before_backward = [state.closed_rounds for state in channels]
+        if not closure_loss.requires_grad:
+            for state in channels:  # backward is about to raise: the other ranks must not wait for this one
+                if state.requires_gradient_sync:
+                    state.reset()
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        # a backward that reached no replicated parameter has not closed its round
+        for state, before in zip(self._channels(), self._rounds_before_backward, strict=True):
+            if state.closed_rounds == before:
+                assert state.channel is not None
+                state.channel.close_without_backward(took_part=not self._skipped)
+
+    def _channels(self) -> list[ReplicateState]:
+        """One state for each process group."""
+        return list({id(state.channel): state for state in self._states if state.active}.values())
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with ExitStack() as stack:
+            for state in self._states:
+                stack.enter_context(state.no_sync())
+            yield
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        self._follow_the_model()
+
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            closure = closure_for_scaler(optimizer, closure)
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)  # type: ignore[misc]
