@@ -245,6 +245,20 @@ def announce_sigterm(trainer: Any) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
+def logged_for_epoch(trainer: Any) -> list[str]:
+    """Names of the values that Lightning is about to reduce over ranks at the end of the training epoch.
+
+    Reason: a rank that ran out of data in its first epoch has logged nothing, and would leave the others alone in that
+    reduction. Lightning has no public list of what was logged. Without it, such ranks wait for the collective time-out.
+    """
+    results = trainer.fit_loop.epoch_loop._results
+    return sorted(
+        key
+        for key, result in results.items()
+        if result.meta.on_epoch and (result.meta.sync.should or not result.is_tensor)
+    )
+
+
 def rank_zero_info(message: str) -> None:
     """Logs on rank 0. Reason: Lightning's two twins each export this; the shared package is the one both have."""
     from lightning_utilities.core.rank_zero import rank_zero_info

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_replicate import _private
 from lightning_replicate.core.agreement import gather_flags, gather_number
 from lightning_replicate.core.api import ReplicateError
 from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy.inputs import UnevenInputs, agree_on_end, holds_no_batch
 from lightning_replicate.strategy.marking import parameters_of_optimizers, require_managed
 from lightning_replicate.strategy.precision import closure_for_scaler
+from lightning_replicate.strategy.stopping import StopTogether
 
 SkippedSteps = Literal["participants", "together", "error"]
 """What happens when ``training_step`` returns ``None`` on some ranks."""
@@ -34,6 +36,7 @@ class Steps:
         _states: list[ReplicateState]
         _local_params: set[nn.Parameter]
         _control: dist.ProcessGroup | None
+        _stopping: StopTogether | None
         _skipped_steps: SkippedSteps
         _uneven_inputs: UnevenInputs
         _checked: list[tuple[int, bool]]
@@ -64,7 +67,24 @@ class Steps:
                 "`uneven_inputs='join'` needs automatic optimization: a rank without a batch cannot know how many"
                 " backwards the others make. Use `uneven_inputs='stop'`."
             )
+        if joins and self._stopping is not None:
+            self._stopping.before_epoch_end = self._require_same_logged
         return agreed
+
+    def _require_same_logged(self) -> None:
+        """A rank that had no batch has logged nothing, and would not take part when the others reduce what they did."""
+        trainer, control = self.lightning_module.trainer, self._control
+        by_rank: list[list[str]] = [[]] * self.world_size
+        dist.all_gather_object(by_rank, _private.logged_for_epoch(trainer), group=control)
+        every = set().union(*by_rank)
+        for rank, names in enumerate(by_rank):
+            missing = sorted(every - set(names))
+            if missing:
+                raise ReplicateError(
+                    f"Rank {rank} logged no {', '.join(map(repr, missing))} in epoch {trainer.current_epoch}, and other"
+                    f" ranks reduce that over all ranks at the epoch's end. With `uneven_inputs='join'` every rank"
+                    f" needs a batch in which it logs; or use `uneven_inputs='stop'`, or log without `sync_dist`."
+                )
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return batch if holds_no_batch(batch) else super().batch_to_device(batch, *args, **kwargs)  # type: ignore[misc]

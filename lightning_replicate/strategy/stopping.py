@@ -22,6 +22,9 @@ class StopTogether:
     Args:
         trainer: The Trainer.
         union: Gives which of the flags is set on any rank. Collective.
+
+    Attributes:
+        before_epoch_end: Called on every rank when a training epoch's batches are through.
     """
 
     def __init__(self, trainer: Any, union: Union) -> None:
@@ -29,10 +32,11 @@ class StopTogether:
         self._union = union
         self._told_to_end = False
         self._validated = False
+        self.before_epoch_end: Callable[[], None] = lambda: None
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._wrapped = [(fit, "on_run_start"), (fit, "on_advance_end"), (epoch, "on_advance_end")]
         fit.on_run_start = self._and_then_agree(fit.on_run_start)
-        fit.on_advance_end = self._and_then_agree(fit.on_advance_end)
+        fit.on_advance_end = self._and_then_agree(fit.on_advance_end, lambda: self.before_epoch_end())
         epoch.on_advance_end = self._agree_around(epoch.on_advance_end)
         self._give_back = _private.take_over_sigterm(trainer, self._on_sigterm)
 
@@ -57,8 +61,11 @@ class StopTogether:
         if end:
             _private.announce_sigterm(self._trainer)
 
-    def _and_then_agree(self, hook: Callable[..., None]) -> Callable[..., None]:
+    def _and_then_agree(
+        self, hook: Callable[..., None], before: Callable[[], None] = lambda: None
+    ) -> Callable[..., None]:
         def hook_and_agreement(*args: Any) -> None:
+            before()
             hook(*args)
             self._agree()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -185,13 +185,19 @@ def test_r30_metrics_over_exactly_the_batches_that_were_trained_on(ranks: Ranks)
     ranks(3, _metrics)
 
 
+class _SaveAt(Callback):
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, run: Any, *args: Any) -> None:
+        if run.global_step == self.step:
+            run.save_checkpoint(self.path)
+
+
 def _mid_epoch(rank: int, folder: str) -> None:
     for mode, (short, long) in (("stop", (5, 5)), ("join", (5, 7))):
         path = f"{folder}/{mode}.ckpt"
-        keep = ModelCheckpoint(folder, filename=mode, every_n_train_steps=3, save_top_k=-1)
-        strategy = ReplicateStrategy(uneven_inputs=mode)
-        trainer(strategy, max_steps=3, enable_checkpointing=True, callbacks=[keep]).fit(_Uneven([5, 7]))
-        dist.barrier()
+        trainer(ReplicateStrategy(uneven_inputs=mode), callbacks=[_SaveAt(3, path)]).fit(_Uneven([5, 7]))
         model = _Uneven([5, 7])
         run = trainer(ReplicateStrategy(uneven_inputs=mode), max_epochs=2)
         run.fit(model, ckpt_path=path, weights_only=True)
@@ -203,6 +209,24 @@ def _mid_epoch(rank: int, folder: str) -> None:
 
 def test_r30_resumed_within_an_epoch(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _mid_epoch, str(tmp_path))
+
+
+def _join_with_nothing(rank: int) -> None:
+    with pytest.raises(ReplicateError, match=r"Rank 1 logged no 'training_step.epoch_loss' in epoch 0.*needs a batch"):
+        trainer(ReplicateStrategy(uneven_inputs="join")).fit(_Uneven([3, 0]))
+
+    class Quiet(_Uneven):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.loss(batch)
+
+    model = Quiet([3, 0])
+    trainer(ReplicateStrategy(uneven_inputs="join")).fit(model)
+    reference = by_hand(mlp(4, 5, 2), lambda m, r, step: _loss(m, r, step) if r == 0 else None, 3, world=WORLD)
+    assert_trained_like(model, reference)
+
+
+def test_r30_join_with_a_rank_that_has_no_batch_at_all(ranks: Ranks) -> None:
+    ranks(2, _join_with_nothing)
 
 
 def _error(rank: int) -> None:
