@@ -6,6 +6,7 @@ lower floor uses this file too, and must not load Lightning.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -178,6 +179,11 @@ def foreach_copy(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
     torch._foreach_copy_(destinations, sources)
 
 
+def foreach_mul(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies many small tensors in one call. Reason: see :func:`foreach_copy`."""
+    torch._foreach_mul_(tensors, factor)
+
+
 def foreach_zero(tensors: list[torch.Tensor]) -> None:
     """Zeroes many small tensors in one call. Reason: see :func:`foreach_copy`."""
     torch._foreach_zero_(tensors)
@@ -190,6 +196,48 @@ def has_optimizer_in_backward(param: torch.Tensor) -> bool:
     this attribute. Without it ranks would drift apart without a word.
     """
     return hasattr(param, "_in_backward_optimizers")
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in nested collections. Reason: torch's tree utilities, which know registered classes, are private."""
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def wrap_unscaling(scaler: Any, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """Runs ``wrapper(original, optimizer, ...)`` where a ``GradScaler`` unscales gradients and looks for overflows.
+
+    Reason: torch's scaler for FSDP1 overrides the same method; there is no public way to let ranks decide together, or
+    to unscale plain and sharded gradients. Without it a scaler raises over a model with both kinds.
+
+    Returns:
+        A function that undoes it.
+    """
+    scaler._unscale_grads_ = functools.partial(wrapper, scaler._unscale_grads_)
+    return lambda: vars(scaler).pop("_unscale_grads_", None)
+
+
+def let_fsdp_pass_undefined_gradients() -> None:
+    """Keeps gradients that do not exist from becoming zeros where FSDP2 ends the backward of a module.
+
+    Reason: a rank that skips a step runs the backward of its sharded modules with undefined gradients, so that it takes
+    part in their communication. Zeros would be multiplied by what the forward left there, which may be the NaN for
+    which the step is skipped. If torch renames the function, such a NaN gets into the average, as a test would tell.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    function = _fsdp_param_group.RegisterPostBackwardFunction
+    if "setup_context" not in vars(function) or hasattr(function, "_passes_undefined"):
+        return
+    original = function.setup_context
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        original(ctx, inputs, output)
+        ctx.set_materialize_grads(False)
+
+    function.setup_context = staticmethod(setup_context)  # type: ignore[method-assign]
+    function._passes_undefined = True  # type: ignore[attr-defined]
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
@@ -257,6 +305,25 @@ def logged_for_epoch(trainer: Any) -> list[str]:
         for key, result in results.items()
         if result.meta.on_epoch and (result.meta.sync.should or not result.is_tensor)
     )
+
+
+def set_device_mesh(module: Any, mesh: Any) -> None:
+    """Lets a LightningModule see the mesh as ``self.device_mesh``.
+
+    Reason: Lightning's ModelParallelStrategy does the same; there is no public way to set it. Without it
+    ``self.device_mesh`` is ``None`` in ``configure_model``.
+    """
+    module._device_mesh = mesh
+
+
+def evaluation_loops(trainer: Any) -> list[Any]:
+    """The Trainer's loops that have ``inference_mode``. All of them public but for their places."""
+    return [
+        trainer.fit_loop.epoch_loop.val_loop,
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+    ]
 
 
 def rank_zero_info(message: str) -> None:

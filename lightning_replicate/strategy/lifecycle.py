@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Optional, get_args
+from typing import TYPE_CHECKING, Any, Literal, Optional, Union, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,12 @@ from lightning_replicate.core.replicate import states_in
 from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy.checkpoint import Checkpoints
 from lightning_replicate.strategy.inputs import UnevenInputs
+from lightning_replicate.strategy.lockstep import Lockstep
 from lightning_replicate.strategy.marking import mark
+from lightning_replicate.strategy.mesh import ShardSize, data_mesh
+from lightning_replicate.strategy.mixed import MixedModels, is_on_meta
 from lightning_replicate.strategy.selection import Patterns, select
+from lightning_replicate.strategy.sharding import ShardPatterns, ShardPolicy
 from lightning_replicate.strategy.steps import SkippedSteps, Steps
 from lightning_replicate.strategy.stopping import StopTogether
 
@@ -32,11 +36,13 @@ if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class ReplicateLifecycle(Steps, Checkpoints):
+class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
     """Data-parallel training without a wrapper.
 
     Args:
@@ -44,6 +50,15 @@ class ReplicateLifecycle(Steps, Checkpoints):
             module) -> bool``. Names and globs may also mean parameters. Default: what was marked by hand with
             :func:`~lightning_replicate.replicate` in ``configure_model``, else the whole model.
         local: What stays out: its parameters keep the gradients of their rank.
+        shard: Submodules that are sharded with FSDP2 (``fully_shard``): patterns, or a mapping from pattern to
+            arguments of ``fully_shard`` for what it matches. Children are sharded before parents. The rest is
+            replicated.
+        shard_size: How many ranks share one copy of the sharded parameters: ``"world"``, or a number that divides it.
+            Replicated parts average over all ranks in any case. ``self.device_mesh`` has the dimensions ``("shard",)``
+            or ``("replicate", "shard")``.
+        mp_policy: ``fully_shard``'s mixed precision policy, for everything in ``shard``.
+        reshard_after_forward: See ``fully_shard``, for everything in ``shard``.
+        offload_policy: ``fully_shard``'s offload policy, for everything in ``shard``.
         bucket_cap_mb: Gradients are sent in buckets of about this size, in MiB.
         reduce_dtype: Data type in which gradients travel. Default: their own.
         average: What the sum of the ranks' gradients is divided by: ``"participants"`` (the ranks that had a loss in
@@ -93,6 +108,11 @@ class ReplicateLifecycle(Steps, Checkpoints):
         self,
         replicate: Optional[Patterns] = None,
         local: Patterns = (),
+        shard: ShardPatterns = (),
+        shard_size: ShardSize = "world",
+        mp_policy: Optional[MixedPrecisionPolicy] = None,
+        reshard_after_forward: Union[bool, int, None] = None,
+        offload_policy: Optional[OffloadPolicy] = None,
         bucket_cap_mb: float = 25.0,
         reduce_dtype: Optional[torch.dtype] = None,
         average: Average = "participants",
@@ -132,6 +152,14 @@ class ReplicateLifecycle(Steps, Checkpoints):
         )
         self._replicate = replicate
         self._local = local
+        given = {
+            "mp_policy": mp_policy,
+            "reshard_after_forward": reshard_after_forward,
+            "offload_policy": offload_policy,
+        }
+        self._shard = ShardPolicy(shard, {name: value for name, value in given.items() if value is not None})
+        self._shard_size = shard_size
+        self._mesh: DeviceMesh | None = None
         hook = ddp_comm_wrapper(ddp_comm_hook) if ddp_comm_wrapper and ddp_comm_hook else ddp_comm_hook
         self._options = Options(
             bucket_cap_mb=bucket_cap_mb,
@@ -156,6 +184,10 @@ class ReplicateLifecycle(Steps, Checkpoints):
         self._hook_states_after_fit: list[dict[str, Any] | None] = []
         self._control: dist.ProcessGroup | None = None  # for small messages of the strategy's own
         self._stopping: StopTogether | None = None
+        self._lockstep: Lockstep | None = None
+        self._shards_skip = False
+        self._without_grad: list[nn.Parameter] = []
+        self._undo: list[Callable[[], Any]] = []
         self._restore_late = False
         if find_unused_parameters or static_graph or gradient_as_bucket_view:
             _private.rank_zero_info(
@@ -181,6 +213,8 @@ class ReplicateLifecycle(Steps, Checkpoints):
                 f" devices. Use `Trainer(accelerator='cpu')`, or `strategy='auto'` on this accelerator."
             )
         super().setup_environment()  # type: ignore[misc]
+        self._mesh = data_mesh(self.root_device, self.world_size, self._shard_size, self.num_processes)
+        _private.set_device_mesh(self.lightning_module, self._mesh)
 
     def setup_distributed(self) -> None:
         super().setup_distributed()  # type: ignore[misc]
@@ -202,13 +236,8 @@ class ReplicateLifecycle(Steps, Checkpoints):
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         # values cannot be loaded into a model that has no memory yet
-        self._restore_late = self._restore_late or (self.model is not None and _is_on_meta(self.model))
+        self._restore_late = self._restore_late or (self.model is not None and is_on_meta(self.model))
         return self._restore_late
-
-    def model_to_device(self) -> None:
-        if _is_on_meta(self.model):
-            _private.materialize(self.model, self.root_device)
-        super().model_to_device()  # type: ignore[misc]
 
     def configure_ddp(self) -> None:
         """Nothing is wrapped. Modules are marked after the optimizers were made: see :meth:`setup_optimizers`."""
@@ -217,11 +246,13 @@ class ReplicateLifecycle(Steps, Checkpoints):
         super().setup_optimizers(trainer)  # type: ignore[misc]
         self._mark_modules()
         self._check_optimizers()
+        self._serve_sharded_modules()
         if self.world_size > 1:
             control = self._control = dist.new_group(
                 backend="gloo", timeout=_private.process_group_timeout(dist.group.WORLD)
             )
             self._stopping = StopTogether(trainer, lambda flags: union(flags, control))
+            self._keep_in_lockstep(control)
 
     def _mark_modules(self) -> None:
         local = select(self.lightning_module, self._local, "local")
@@ -280,14 +311,16 @@ class ReplicateLifecycle(Steps, Checkpoints):
         self._restore_late = False
         if self._stopping is not None:
             self._stopping.remove()
+        if self._lockstep is not None:
+            self._lockstep.remove()
+        self._lockstep = None
+        for undo in self._undo:
+            undo()
+        self._undo = []
         if self._control is not None and dist.is_initialized():
             dist.destroy_process_group(self._control)
         self._stopping = self._control = None
         super().teardown()  # type: ignore[misc]
-
-
-def _is_on_meta(module: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
 
 
 def _destroy_process_groups() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from lightning_replicate import _private
 from lightning_replicate.core.api import Options
 from lightning_replicate.core.replicate import apply, equalize, states_in
 from lightning_replicate.core.state import ReplicateState
@@ -61,7 +62,7 @@ def mark(
         if chosen.params:  # marked on the model itself, which owns them
             others = set(root.parameters()) - set(chosen.params.values())
             call({root: ""}, options=dataclasses.replace(options, buffers="start"), ignored_params=others)
-    elif not states:
+    elif not states and "fully_shard" not in _private.composable_registry(root):
         call({root: ""}, partition=_by_optimizer(list(optimizers)))
     equalize(root, local_params=local.all_parameters(), local_modules=local.modules.values(), process_group=group)
     return states

@@ -1,10 +1,16 @@
-"""Loss scaling in steps that ranks skip."""
+"""Loss scaling and clipping: over plain and sharded parameters, and in steps that ranks skip."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from lightning_replicate import _private
+from lightning_replicate.core.clipping import clip_grad_norm_, clip_grad_value_, local_part
 from lightning_replicate.strategy.marking import parameters_of_optimizers
 
 
@@ -25,3 +31,62 @@ def closure_for_scaler(optimizer: Any, closure: Callable[[], Any]) -> Callable[[
         return result if has_grad else None
 
     return closure_that_says_if_there_is_nothing_to_step
+
+
+def clip_over_both_kinds(plugin: Any) -> Callable[[], None]:
+    """Makes a precision plugin clip replicated and sharded gradients together.
+
+    The Trainer's flag, ``configure_gradient_clipping`` and ``self.clip_gradients`` all come to these two methods.
+
+    Args:
+        plugin: Lightning's precision plugin.
+
+    Returns:
+        A function that undoes it.
+    """
+
+    def by_norm(optimizer: Any, clip_val: float) -> None:
+        clip_grad_norm_(plugin.main_params(optimizer), clip_val)
+
+    def by_value(optimizer: Any, clip_val: float) -> None:
+        clip_grad_value_(plugin.main_params(optimizer), clip_val)
+
+    plugin.clip_grad_by_norm, plugin.clip_grad_by_value = by_norm, by_value
+
+    def undo() -> None:
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(plugin).pop(name, None)
+
+    return undo
+
+
+def scale_together(scaler: Any) -> Callable[[], None]:
+    """Makes a loss scaler accept sharded gradients, and skip a step on all ranks if any rank found an overflow.
+
+    Needed where ranks hold different gradients: shards, and parameters that are local. Otherwise scales would drift
+    apart, and weights with them.
+
+    Args:
+        scaler: A ``torch.amp.GradScaler``.
+
+    Returns:
+        A function that undoes it.
+    """
+
+    def unscale(original: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
+        groups = [{"params": list(map(_with_local_gradient, group["params"]))} for group in optimizer.param_groups]
+        found = original(SimpleNamespace(param_groups=groups), *args)
+        for overflow in found.values():
+            dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+        return found
+
+    return _private.wrap_unscaling(scaler, unscale)
+
+
+def _with_local_gradient(param: torch.Tensor) -> torch.Tensor:
+    if param.grad is None or local_part(param.grad) is param.grad:
+        return param
+    local = local_part(param.grad)
+    stand_in = local.detach()
+    stand_in.grad = local
+    return stand_in

@@ -21,7 +21,7 @@ class Selection:
     """What patterns matched, by full name, in the model's order.
 
     Attributes:
-        modules: Matched modules, without those inside another matched one.
+        modules: Matched modules, usually without those inside another matched one.
         params: Matched parameters that lie in none of ``modules``.
     """
 
@@ -34,7 +34,7 @@ class Selection:
         return covered | set(self.params.values())
 
 
-def select(root: nn.Module, patterns: Patterns, option: str) -> Selection:
+def select(root: nn.Module, patterns: Patterns, option: str, *, nested: bool = False) -> Selection:
     """Finds what patterns match.
 
     In a glob, ``*`` stands for any characters within one part of a dotted name, so that ``"layers.*"`` matches
@@ -44,6 +44,7 @@ def select(root: nn.Module, patterns: Patterns, option: str) -> Selection:
         root: The model.
         patterns: One pattern or several.
         option: Name of the option that the patterns were given for, for messages.
+        nested: Whether modules inside another matched one are wanted, too.
 
     Raises:
         ValueError: If a pattern matches nothing; names that come near are shown.
@@ -61,10 +62,25 @@ def select(root: nn.Module, patterns: Patterns, option: str) -> Selection:
         hit_modules.update((name, modules[name]) for name in found_modules)
         hit_params.update((name, params[name]) for name in found_params)
     inside = {child for module in hit_modules.values() for child in module.modules() if child is not module}
-    roots = {name: module for name, module in modules.items() if name in hit_modules and module not in inside}
+    matched = {name: module for name, module in modules.items() if name in hit_modules}
+    roots = {name: module for name, module in matched.items() if nested or module not in inside}
     covered = {param for module in roots.values() for param in module.parameters()}
     loose = {name: param for name, param in params.items() if name in hit_params and param not in covered}
     return Selection(roots, loose)
+
+
+def select_existing(root: nn.Module, patterns: Patterns, option: str) -> Selection:
+    """The same where patterns may match nothing yet: before ``configure_model`` has built everything."""
+    modules: dict[str, nn.Module] = {}
+    params: dict[str, nn.Parameter] = {}
+    for pattern in _as_list(patterns, option):
+        try:
+            found = select(root, pattern, option)
+        except ValueError:
+            continue
+        modules.update(found.modules)
+        params.update(found.params)
+    return Selection(modules, params)
 
 
 def _as_list(patterns: Patterns, option: str) -> list[Pattern]:

@@ -16,6 +16,7 @@ from lightning_replicate.core.agreement import gather_flags, gather_number
 from lightning_replicate.core.api import ReplicateError
 from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy.inputs import UnevenInputs, agree_on_end, holds_no_batch
+from lightning_replicate.strategy.lockstep import Lockstep
 from lightning_replicate.strategy.marking import parameters_of_optimizers, require_managed
 from lightning_replicate.strategy.precision import closure_for_scaler
 from lightning_replicate.strategy.stopping import StopTogether
@@ -37,6 +38,10 @@ class Steps:
         _local_params: set[nn.Parameter]
         _control: dist.ProcessGroup | None
         _stopping: StopTogether | None
+        _lockstep: Lockstep | None
+        _shards_skip: bool
+        _step_in_lockstep: Callable[[Lockstep, Callable[[], Any]], Any]
+        _without_grad: list[nn.Parameter]
         _skipped_steps: SkippedSteps
         _uneven_inputs: UnevenInputs
         _checked: list[tuple[int, bool]]
@@ -58,10 +63,20 @@ class Steps:
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
         control = self._control
-        if control is None or not self.lightning_module.trainer.training:
+        if control is None:
             return dataloader
-        agreed = agree_on_end(dataloader, self._uneven_inputs, lambda number: gather_number(number, control))
-        joins = agreed is not dataloader and self._uneven_inputs == "join"
+        mode = self._uneven_inputs
+        if not self.lightning_module.trainer.training:
+            if self._lockstep is None:
+                return dataloader
+            mode = "error"  # sharded modules communicate in evaluation, too
+        elif self._lockstep is not None and mode == "join":
+            raise ValueError(
+                "`uneven_inputs='join'` cannot serve sharded modules, which communicate in every forward. Use"
+                " `uneven_inputs='stop'`, or replicate them."
+            )
+        agreed = agree_on_end(dataloader, mode, lambda number: gather_number(number, control))
+        joins = agreed is not dataloader and mode == "join"
         if joins and not self.lightning_module.automatic_optimization:
             raise ValueError(
                 "`uneven_inputs='join'` needs automatic optimization: a rank without a batch cannot know how many"
@@ -96,8 +111,11 @@ class Steps:
         for state in self._states:
             state.pre_forward()
         has_batch = not (args and holds_no_batch(args[0]))
-        output = super().training_step(*args, **kwargs) if has_batch else None  # type: ignore[misc]
         self._skipped = False
+        step = super().training_step  # type: ignore[misc]
+        if self._lockstep is not None:
+            return self._step_in_lockstep(self._lockstep, lambda: step(*args, **kwargs))
+        output = step(*args, **kwargs) if has_batch else None
         if not self.lightning_module.automatic_optimization or self.world_size == 1:
             return output
         # a rank that has run out of data does not skip a step, it has none
@@ -105,6 +123,9 @@ class Steps:
         if not self._skipped:
             return output
         # with a loss that reaches nothing, this rank's backward, scaler and optimizer step run like the others'
+        return self._zero_loss()
+
+    def _zero_loss(self) -> torch.Tensor:
         return torch.zeros((), device=self.root_device, requires_grad=True)
 
     def _agree_on_skipping(self, skips: bool) -> bool:
@@ -114,12 +135,15 @@ class Steps:
         table = gather_flags([skips], self._control)
         skipping = [rank for rank, (skipped,) in enumerate(table) if skipped]
         if skipping and self._skipped_steps == "error":
-            raise ReplicateError(
-                f"`training_step` returned None on rank {', '.join(map(str, skipping))} in step"
-                f" {self.lightning_module.global_step}. Return a loss, or allow it with"
-                f" `ReplicateStrategy(skipped_steps='participants')` or `'together'`."
-            )
+            raise self._skipped_error(skipping)
         return bool(skipping)
+
+    def _skipped_error(self, skipping: list[int]) -> ReplicateError:
+        return ReplicateError(
+            f"`training_step` returned None on rank {', '.join(map(str, skipping))} in step"
+            f" {self.lightning_module.global_step}. Return a loss, or allow it with"
+            f" `ReplicateStrategy(skipped_steps='participants')` or `'together'`."
+        )
 
     def set_weight(self, weight: float) -> None:
         """Sets how much this rank's loss counts, for ``average="weighted"``. Call it in every ``training_step``.
@@ -157,6 +181,8 @@ class Steps:
             self._checked = seen
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        if self._shards_skip and self._lockstep is not None:
+            self._without_grad = [param for param in self._lockstep.params if param.grad is None]
         channels = self._channels()
         self._rounds_before_backward = [state.closed_rounds for state in channels]
         if not closure_loss.requires_grad:
@@ -165,6 +191,10 @@ class Steps:
                     state.reset()
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
+        for param in self._without_grad:  # nobody had a gradient; FSDP2 has reduced zeros
+            param.grad = None
+        self._without_grad = []
+        self._shards_skip = False
         # a backward that reached no replicated parameter has not closed its round
         for state, before in zip(self._channels(), self._rounds_before_backward, strict=True):
             if state.closed_rounds == before:

@@ -1,0 +1,166 @@
+"""Sharded modules beside replicated ones: what the strategy does for them. Part of
+:class:`~lightning_replicate.strategy.lifecycle.ReplicateLifecycle`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_replicate import _private
+from lightning_replicate.core.agreement import gather_number
+from lightning_replicate.core.api import Options, ReplicateError
+from lightning_replicate.core.state import ReplicateState
+from lightning_replicate.strategy.lockstep import Lockstep
+from lightning_replicate.strategy.optimizers import step_by_kind
+from lightning_replicate.strategy.precision import clip_over_both_kinds, scale_together
+from lightning_replicate.strategy.selection import Patterns, select, select_existing
+from lightning_replicate.strategy.sharding import (
+    ShardPolicy,
+    equal_start,
+    has_sharded_parameters,
+    make_equal,
+    move_plain,
+    prepare,
+    shard,
+    sharded_modules,
+)
+from lightning_replicate.strategy.steps import SkippedSteps
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class MixedModels:
+    """The part of the strategy that knows FSDP2."""
+
+    if TYPE_CHECKING:  # what the other parts and DDPStrategy bring
+        accelerator: Any
+        model: Any
+        lightning_module: Any
+        optimizers: Any
+        root_device: torch.device
+        world_size: int
+        precision_plugin: Any
+        setup_precision_plugin: Callable[[], None]
+        _zero_loss: Callable[[], torch.Tensor]
+        _skipped_error: Callable[[list[int]], ReplicateError]
+        _states: list[ReplicateState]
+        _options: Options
+        _replicate: Patterns | None
+        _local: Patterns
+        _local_params: set[nn.Parameter]
+        _shard: ShardPolicy
+        _mesh: DeviceMesh | None
+        _control: dist.ProcessGroup | None
+        _skipped_steps: SkippedSteps
+        _skipped: bool
+        _shards_skip: bool
+        _lockstep: Lockstep | None
+        _undo: list[Callable[[], Any]]
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        module = self.lightning_module
+        with equal_start(module, select_existing(module, self._local, "local")):
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        fits = trainer.state.fn == "fit"
+        if fits or not self._sharded():
+            super().setup(trainer)  # type: ignore[misc]
+            return
+        # Lightning would give all ranks rank 0's shards before it evaluates
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        make_equal(self.model, select(self.model, self._local, "local"))
+        self.setup_precision_plugin()
+
+    def _sharded(self) -> dict[str, Any]:
+        """The sharded modules, also those that are about to be sharded."""
+        return {**sharded_modules(self.lightning_module), **self._shard.select(self.lightning_module)}
+
+    def model_to_device(self) -> None:
+        sharded = self._sharded()
+        if is_on_meta(self.model):
+            _private.materialize(self.model, torch.device("cpu") if sharded else self.root_device)
+        if not sharded:
+            super().model_to_device()  # type: ignore[misc]
+            return
+        module = self.lightning_module
+        local = select(module, self._local, "local")
+        replicated = None if self._replicate is None else select(module, self._replicate, "replicate")
+        assert self._mesh is not None
+        shard(module, self._shard, self._mesh, local=local, replicated=replicated)  # before it needs memory on a device
+        move_plain(module, self.root_device)
+        prepare(sharded_modules(module).values())
+        # FSDP2 cannot train on after it was evaluated in inference mode
+        for loop in _private.evaluation_loops(module.trainer):
+            loop.inference_mode = False
+
+    def _serve_sharded_modules(self) -> None:
+        """Lets clipping, loss scaling and optimizers work over both kinds of parameters."""
+        sharded = has_sharded_parameters(self.lightning_module)
+        if sharded:
+            _require_compatible(self._options.average, self.lightning_module.trainer)
+            self._undo += [step_by_kind(self.optimizers), clip_over_both_kinds(self.precision_plugin)]
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and self.world_size > 1 and (sharded or self._local_params):
+            self._undo.append(scale_together(scaler))
+
+    def _keep_in_lockstep(self, control: dist.ProcessGroup) -> None:
+        sharded = sharded_modules(self.lightning_module)
+        if sharded:
+            together = self._skipped_steps == "together"
+            self._lockstep = Lockstep(sharded, lambda place: gather_number(place, control), may_leave=together)
+
+    def _step_in_lockstep(self, lockstep: Lockstep, step: Callable[[], Any]) -> Any:
+        """A training step of a model with sharded modules, whose backward all ranks run alike.
+
+        Sharded gradients are always divided by the number of ranks. So where some skip, the others' losses are scaled
+        up, and replicated gradients are divided by the number of ranks, too.
+        """
+        automatic = self.lightning_module.automatic_optimization
+        output, skipping = lockstep.run(step, may_skip=automatic)
+        if not automatic:
+            return output
+        if skipping and self._skipped_steps == "error":
+            raise self._skipped_error(skipping)
+        all_skip = output is None if not skipping else self._skipped_steps == "together"
+        all_skip = all_skip or len(skipping) == self.world_size
+        self._skipped = self._shards_skip = all_skip
+        if all_skip or output is None:
+            return lockstep.anchor(self._zero_loss())
+        averages_over_some = skipping and any(state.average == "participants" for state in self._states)
+        factor = self.world_size / (self.world_size - len(skipping)) if averages_over_some else 1.0
+        if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
+            return {**output, "loss": lockstep.anchor(output["loss"], factor)}
+        return lockstep.anchor(output, factor) if isinstance(output, torch.Tensor) else output
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()])
+
+
+def _require_compatible(average: str, trainer: Any) -> None:
+    """Checks that what was chosen can be had beside sharded parameters.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if average not in ("participants", "world"):
+        raise ValueError(
+            f"`average={average!r}` cannot be had beside sharded modules, whose gradients FSDP2 divides by the number"
+            f" of ranks. Use 'participants' or 'world'."
+        )
+    for callback in trainer.callbacks:
+        if any(cls.__name__ == "WeightAveraging" for cls in type(callback).__mro__):
+            raise ValueError(
+                f"{type(callback).__name__} copies the whole model, which is not possible where parts of it are"
+                f" sharded. Replicate the whole model, or average the weights of checkpoints afterwards."
+            )

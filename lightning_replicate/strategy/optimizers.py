@@ -1,0 +1,102 @@
+"""Optimizers over plain and sharded parameters in one parameter group.
+
+torch's multi-tensor and fused steps take one kind at a time. So for the time of a step each group is seen as several,
+one for each kind; the user's groups, schedules, names and checkpoints never know.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lightning_replicate.core.clipping import by_mesh, local_part
+
+
+def step_by_kind(optimizers: Iterable[Any]) -> Callable[[], None]:
+    """Lets optimizers step plain and sharded parameters one kind after the other.
+
+    Args:
+        optimizers: The optimizers. Those that hold one kind only are left alone.
+
+    Returns:
+        A function that undoes it.
+
+    Raises:
+        ValueError: If an optimizer joins all parameters into one vector, which cannot be done with shards.
+    """
+    undone: list[Callable[[], None]] = []
+    for optimizer in optimizers:
+        if not any(len(by_mesh(group["params"])) > 1 for group in optimizer.param_groups):
+            continue
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS joins all parameters into one vector, which is not possible where some are sharded. Use an"
+                " optimizer that treats each parameter by itself."
+            )
+        undone.append(_wrap_step(optimizer))
+
+    def undo() -> None:
+        for each in undone:
+            each()
+
+    return undo
+
+
+def _wrap_step(optimizer: Any) -> Callable[[], None]:
+    original = optimizer.step
+    had_own = "step" in vars(optimizer)  # a scheduler puts its own there
+
+    @functools.wraps(original)
+    def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        loss = None
+        if closure is not None:  # sees the user's groups
+            with torch.enable_grad():
+                loss = closure()
+        if _overflowed(optimizer):
+            return loss
+        with _split_groups(optimizer):
+            original(**kwargs)
+        return loss
+
+    optimizer.step = step
+
+    def undo() -> None:
+        if had_own:
+            optimizer.step = original
+        else:
+            vars(optimizer).pop("step", None)
+
+    return undo
+
+
+@contextmanager
+def _split_groups(optimizer: Any) -> Iterator[None]:
+    groups = optimizer.param_groups
+    split = [[{**group, "params": params} for params in by_mesh(group["params"])] or [group] for group in groups]
+    optimizer.param_groups = [part for parts in split for part in parts]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, parts in zip(groups, split, strict=True):  # what a step keeps in its groups: counters, say
+            group.update({key: value for key, value in parts[0].items() if key != "params"})
+
+
+def _overflowed(optimizer: Any) -> bool:
+    """Does what a fused optimizer does with a loss scaler's findings, which cannot be given to it beside shards."""
+    found, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found is None:
+        return False
+    optimizer.found_inf = optimizer.grad_scale = None  # the scaler deletes them after the step
+    if found.item():
+        return True
+    if scale is not None:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    local_part(param.grad).div_(scale)
+    return False
