@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from lightning_replicate.core.api import BucketPlan, Plan, ReplicateError, RoundStats
+    from lightning_replicate.core.clipping import clip_grad_norm_, clip_grad_value_, grad_norm, total_grad_norm
     from lightning_replicate.core.replicate import replicate
     from lightning_replicate.core.state import ReplicateState
     from lightning_replicate.strategy.trainer import ReplicateStrategy
@@ -25,7 +26,11 @@ _HOMES = {
     "ReplicateState": "lightning_replicate.core.state",
     "ReplicateStrategy": "lightning_replicate.strategy.trainer",
     "RoundStats": "lightning_replicate.core.api",
+    "clip_grad_norm_": "lightning_replicate.core.clipping",
+    "clip_grad_value_": "lightning_replicate.core.clipping",
+    "grad_norm": "lightning_replicate.core.clipping",
     "replicate": "lightning_replicate.core.replicate",
+    "total_grad_norm": "lightning_replicate.core.clipping",
 }
 
 __all__ = [
@@ -36,7 +41,11 @@ __all__ = [
     "ReplicateStrategy",
     "RoundStats",
     "__version__",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "grad_norm",
     "replicate",
+    "total_grad_norm",
 ]
 
 

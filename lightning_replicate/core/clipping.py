@@ -127,3 +127,29 @@ def _by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(groups.values())
+
+
+@torch.no_grad()
+def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
+    """``lightning.pytorch.utilities.grad_norm`` for modules of which some are sharded. Collective if any is.
+
+    Args:
+        module: The module. Parameters without a gradient are left out.
+        norm_type: The p of the p-norm; ``"inf"`` for the infinity norm.
+        group_separator: Goes between the kind of norm and a parameter's name, for loggers.
+
+    Returns:
+        The norm of each parameter's whole gradient, and that of all together under ``"..._total"``. Equal on all ranks.
+
+    Raises:
+        ValueError: If ``norm_type`` is not positive.
+    """
+    order = float(norm_type)
+    if order <= 0:
+        raise ValueError(f"`norm_type` must be a positive number or 'inf', got {norm_type!r}.")
+    prefix = f"grad_{order}_norm"
+    named = {name: param for name, param in module.named_parameters() if param.grad is not None}
+    norms = {f"{prefix}{group_separator}{name}": total_grad_norm(param, order) for name, param in named.items()}
+    if norms:
+        norms[f"{prefix}_total"] = torch.linalg.vector_norm(torch.stack([norm.cpu() for norm in norms.values()]), order)
+    return norms

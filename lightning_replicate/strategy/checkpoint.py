@@ -1,14 +1,25 @@
-"""Checkpoints: Lightning's ordinary files, with what communication hooks have learned."""
+"""Checkpoints: Lightning's ordinary files, whatever is sharded. Part of
+:class:`~lightning_replicate.strategy.lifecycle.ReplicateLifecycle`.
+
+Sharded tensors are gathered one at a time and kept on rank 0 only; on loading every rank cuts its own part out of the
+file. With ``save_distributed_checkpoint=True`` every rank writes what it has into a folder, see :mod:`folder`.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_replicate import _private
+from lightning_replicate.core.api import ReplicateError
 from lightning_replicate.core.state import ReplicateState
+from lightning_replicate.strategy import folder
 
 _KEY = "lightning_replicate"
 
@@ -17,24 +28,103 @@ class Checkpoints:
     """The part of the strategy that saves and loads."""
 
     if TYPE_CHECKING:  # what the other parts and DDPStrategy bring
+        lightning_module: Any
+        optimizers: Any
         global_rank: int
         world_size: int
         _states: list[ReplicateState]
-        _hook_states_after_fit: list[dict[str, Any] | None]
         _model_averager: Any
+        _hook_states_after_fit: list[dict[str, Any] | None]
+        _save_distributed_checkpoint: bool
+
+    # ---- saving -----------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module = self.lightning_module
+        state = {_plain_name(key): value for key, value in module.state_dict().items()}
+        return state if self._save_distributed_checkpoint else self._gathered(state)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if self._save_distributed_checkpoint:
+            return folder.optimizer_state(self.lightning_module, optimizer)
+        state = dict(optimizer.state_dict())
+        state["state"] = {key: self._gathered(value) for key, value in state["state"].items()}
+        return state
+
+    def _gathered(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Sharded tensors made whole on rank 0; other ranks take part and keep none. Collective if any is sharded."""
+        return {key: self._gather(value) if _is_sharded(value) else value for key, value in state.items()}
+
+    def _gather(self, tensor: Any) -> torch.Tensor:
+        on_device = tensor.to(tensor.device_mesh.device_type)  # offloaded ones cannot travel from where they are
+        whole = on_device.full_tensor()
+        return whole.cpu() if self.global_rank == 0 else torch.empty_like(whole, device="meta")
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if "optimizer_states" in checkpoint:  # not only weights
             extra = self._hook_states()
             if extra:
                 checkpoint[_KEY] = extra
+        if self._save_distributed_checkpoint:
+            path = Path(self.broadcast(os.fspath(filepath)))  # type: ignore[attr-defined]
+            folder.save(checkpoint, path)
+            return
+        if self.global_rank == 0 and folder.is_folder(filepath):
+            folder.remove(filepath)  # an earlier run saved in parts under this name
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)  # type: ignore[misc]
 
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if folder.is_folder(filepath):
+            if self.global_rank == 0:
+                folder.remove(filepath)
+            return
+        super().remove_checkpoint(filepath)  # type: ignore[misc]
+
+    # ---- loading ----------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._require_seen_by_all(checkpoint_path)
+        if folder.is_folder(checkpoint_path):
+            if self._save_distributed_checkpoint:  # the model is set up, each rank reads its parts
+                return folder.load(checkpoint_path, self.lightning_module, self.optimizers)
+            return folder.load_whole(checkpoint_path)
+        extra = {} if weights_only is None else {"weights_only": weights_only}
+        return super().load_checkpoint(checkpoint_path, **extra)  # type: ignore[misc]
+
+    def _require_seen_by_all(self, path: Any) -> None:
+        if self.world_size == 1 or not dist.is_initialized() or "://" in str(path):
+            return
+        seen: list[bool] = [False] * self.world_size
+        dist.all_gather_object(seen, os.path.exists(path))
+        if any(seen) and not all(seen):
+            blind = [rank for rank, sees in enumerate(seen) if not sees]
+            raise ReplicateError(
+                f"Rank {', '.join(map(str, blind))} cannot see the checkpoint {str(path)!r}, which other ranks can. Put"
+                f" it on a file system that all nodes share, or copy it to the same place on each."
+            )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        own = module.state_dict()
+        names = {_plain_name(key): key for key in own}
+        state = {}
+        for key, value in checkpoint["state_dict"].items():
+            name = names.get(_plain_name(key), key)
+            state[name] = _cut(value, own.get(name))
+        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)  # type: ignore[misc]
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+        states = [
+            _cut_optimizer_state(state, optimizer)
+            for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
+        ]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})  # type: ignore[misc]
         extra = checkpoint.get(_KEY)
         if extra:
             self._load_hook_states(extra)
+
+    # ---- communication hooks ----------------------------------------------------------------------------------
 
     def _hook_states(self) -> dict[str, Any]:
         """What every rank's communication hooks have learned. Collective; complete on rank 0."""
@@ -59,3 +149,35 @@ class Checkpoints:
                 state.load_hook_state_dict(hook_state)
         if self._model_averager is not None and saved["model_averager_step"] is not None:
             self._model_averager.step = saved["model_averager_step"]
+
+
+def _plain_name(key: str) -> str:
+    """A parameter's name in the module that was compiled, and not in the one that ``torch.compile`` puts around it."""
+    return key.replace("_orig_mod.", "")
+
+
+def _is_sharded(value: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def _cut(value: Any, like: Any) -> Any:
+    """This rank's part of a whole tensor, where ``like`` is sharded. Every rank has the whole, nothing is sent."""
+    if not _is_sharded(like) or _is_sharded(value) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    whole = value.to(like.device_mesh.device_type)
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
+
+
+def _cut_optimizer_state(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    by_number: dict[Any, nn.Parameter] = dict(zip(numbers, params, strict=False))
+    values = {
+        number: {key: _cut(value, by_number.get(number)) for key, value in entry.items()}
+        for number, entry in state["state"].items()
+    }
+    return {**state, "state": values}

@@ -59,6 +59,8 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         mp_policy: ``fully_shard``'s mixed precision policy, for everything in ``shard``.
         reshard_after_forward: See ``fully_shard``, for everything in ``shard``.
         offload_policy: ``fully_shard``'s offload policy, for everything in ``shard``.
+        save_distributed_checkpoint: Whether a checkpoint is a folder into which every rank writes its part, instead of
+            one ordinary file that rank 0 writes.
         bucket_cap_mb: Gradients are sent in buckets of about this size, in MiB.
         reduce_dtype: Data type in which gradients travel. Default: their own.
         average: What the sum of the ranks' gradients is divided by: ``"participants"`` (the ranks that had a loss in
@@ -113,6 +115,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         mp_policy: Optional[MixedPrecisionPolicy] = None,
         reshard_after_forward: Union[bool, int, None] = None,
         offload_policy: Optional[OffloadPolicy] = None,
+        save_distributed_checkpoint: bool = False,
         bucket_cap_mb: float = 25.0,
         reduce_dtype: Optional[torch.dtype] = None,
         average: Average = "participants",
@@ -159,6 +162,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         }
         self._shard = ShardPolicy(shard, {name: value for name, value in given.items() if value is not None})
         self._shard_size = shard_size
+        self._save_distributed_checkpoint = save_distributed_checkpoint
         self._mesh: DeviceMesh | None = None
         hook = ddp_comm_wrapper(ddp_comm_hook) if ddp_comm_wrapper and ddp_comm_hook else ddp_comm_hook
         self._options = Options(
@@ -237,7 +241,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
     def restore_checkpoint_after_setup(self) -> bool:
         # values cannot be loaded into a model that has no memory yet
         self._restore_late = self._restore_late or (self.model is not None and is_on_meta(self.model))
-        return self._restore_late
+        return self._restore_late or self._save_distributed_checkpoint
 
     def configure_ddp(self) -> None:
         """Nothing is wrapped. Modules are marked after the optimizers were made: see :meth:`setup_optimizers`."""

@@ -103,8 +103,8 @@ def shard(
     for name in () if replicated is None else replicated.params:
         if _owner(name, chosen):
             raise ValueError(
-                f"Parameter {name!r} is to be replicated within module {_owner(name, chosen)!r}, which is to be sharded."
-                f" Only a module with all its parameters can be replicated there."
+                f"Parameter {name!r} is to be replicated within module {_owner(name, chosen)!r}, which is to be"
+                f" sharded. Only a module with all its parameters can be replicated there."
             )
     _require_one_owner(root, chosen)
     make_equal(root, local)
