@@ -28,7 +28,7 @@ def managed_modules(root: nn.Module, prefix: str, ignored: Iterable[nn.Module] =
     """Walks the modules that a ``replicate()`` call on ``root`` manages, each once, with its name.
 
     Leaves out ignored subtrees, and those that another composable function owns: a child of its own ``replicate()``
-    call, or one sharded by ``fully_shard``.
+    call, or one sharded by ``fully_shard`` or ``FullyShardedDataParallel``.
     """
     seen = set(ignored)
 
@@ -38,10 +38,21 @@ def managed_modules(root: nn.Module, prefix: str, ignored: Iterable[nn.Module] =
         seen.add(module)
         yield name, module
         for key, child in _private.children_of(module).items():
-            if child is not None and not _private.composable_registry(child).keys() & {FUNCTION_NAME, "fully_shard"}:
+            if child is not None and not _has_another_owner(child):
                 yield from walk(child, f"{name}.{key}" if name else key)
 
     yield from walk(root, prefix)
+
+
+def _has_another_owner(module: nn.Module) -> bool:
+    owned = _private.composable_registry(module).keys() & {FUNCTION_NAME, "fully_shard"}
+    return bool(owned) or is_fsdp1(module)
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether this is a module of ``FullyShardedDataParallel``, which reduces its parameters itself."""
+    # by name: importing the class takes long, and who has one has imported it
+    return any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__)
 
 
 class Watch:

@@ -14,7 +14,7 @@ from lightning_replicate import _private
 from lightning_replicate.core import agreement
 from lightning_replicate.core.api import Average, BufferChoice, Options
 from lightning_replicate.core.channel import Channel
-from lightning_replicate.core.collect import collect, slot_of, validate_parameters
+from lightning_replicate.core.collect import collect, is_fsdp1, slot_of, validate_parameters
 from lightning_replicate.core.layout import ParamSpec
 from lightning_replicate.core.marks import FUNCTION_NAME
 from lightning_replicate.core.state import ReplicateState
@@ -56,7 +56,8 @@ class _Replicate:
 
         Args:
             *modules: The modules to replicate.
-            mesh: 1-D device mesh of the ranks that average together. Default: all ranks.
+            mesh: Device mesh of the ranks that average together: 1-D, or ``("replicate", "shard")`` over all ranks, the
+                mesh that ``fully_shard`` takes for the rest of the model. Default: all ranks.
             process_group: The same as a process group; give one of the two.
             ignored_modules: Submodules to leave alone, with all that is in them.
             ignored_params: Parameters to leave alone.
@@ -273,12 +274,14 @@ def _resolve_group(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | N
     if mesh is not None and process_group is not None:
         raise ValueError("Give either `mesh` or `process_group`, not both.")
     if mesh is not None:
-        if mesh.ndim != 1:
+        if mesh.ndim == 1:
+            process_group = mesh.get_group()
+        elif mesh.mesh_dim_names != ("replicate", "shard") or mesh.size() != dist.get_world_size():
             raise ValueError(
-                f"`mesh` must have one dimension, the ranks that average together; got {mesh.ndim}. Take the one to"
-                f" replicate over, for instance `mesh['replicate']`, or flatten it."
+                f"`mesh` must have one dimension, the ranks that average together, or the dimensions ('replicate',"
+                f" 'shard') over all ranks, as `fully_shard` takes them; got {mesh.ndim}, {mesh.mesh_dim_names}. Take"
+                f" the one to replicate over, for instance `mesh['replicate']`, or flatten it."
             )
-        process_group = mesh.get_group()
     group = process_group if process_group is not None else dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError("This rank is not a member of the process group that was given to replicate().")
@@ -317,6 +320,11 @@ def _validate(
             raise ValueError(
                 f"replicate() was already applied to this module ({type(module).__name__}). Take it off first with"
                 f" `replicate.state(module).remove()`."
+            )
+        if is_fsdp1(module):
+            raise ValueError(
+                "A module wrapped with FullyShardedDataParallel cannot be replicated, it reduces its gradients itself."
+                " Give replicate() a parent of it, or another module."
             )
         if "fully_shard" in registry:
             raise ValueError(

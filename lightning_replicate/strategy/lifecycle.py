@@ -19,6 +19,7 @@ from torch import nn
 from lightning_replicate import _private
 from lightning_replicate.core.agreement import union
 from lightning_replicate.core.api import Average, BufferChoice, Options, Plan
+from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.replicate import states_in
 from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy.checkpoint import Checkpoints
@@ -28,7 +29,7 @@ from lightning_replicate.strategy.marking import mark
 from lightning_replicate.strategy.mesh import ShardSize, data_mesh
 from lightning_replicate.strategy.mixed import MixedModels, is_on_meta
 from lightning_replicate.strategy.selection import Patterns, select
-from lightning_replicate.strategy.sharding import ShardPatterns, ShardPolicy
+from lightning_replicate.strategy.sharding import ShardPatterns, ShardPolicy, sharded_modules
 from lightning_replicate.strategy.steps import SkippedSteps, Steps
 from lightning_replicate.strategy.stopping import StopTogether
 
@@ -189,6 +190,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         self._control: dist.ProcessGroup | None = None  # for small messages of the strategy's own
         self._stopping: StopTogether | None = None
         self._lockstep: Lockstep | None = None
+        self._shard_buffers: BufferSync | None = None
         self._shards_skip = False
         self._without_grad: list[nn.Parameter] = []
         self._undo: list[Callable[[], Any]] = []
@@ -262,6 +264,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         local = select(self.lightning_module, self._local, "local")
         self._local_params = local.all_parameters()
         self._states = mark(self.lightning_module, self._replicate, local, self._options, self.optimizers)
+        self._follow_buffers_of_shards(local)
 
     # ---- buffers ----------------------------------------------------------------------------------------------
 
@@ -284,6 +287,8 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         super().on_train_end()  # type: ignore[misc]
 
     def _sync_buffers(self) -> None:
+        if self._shard_buffers is not None:
+            self._shard_buffers.before_reading()
         for state in self._states:
             state.sync_buffers()
 
@@ -317,7 +322,9 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
             self._stopping.remove()
         if self._lockstep is not None:
             self._lockstep.remove()
-        self._lockstep = None
+        self._lockstep = self._shard_buffers = None
+        for module in sharded_modules(self.lightning_module).values() if self.lightning_module else ():
+            module.reshard()  # an exception may have left it as it is within a step
         for undo in self._undo:
             undo()
         self._undo = []

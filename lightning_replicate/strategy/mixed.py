@@ -14,11 +14,13 @@ from torch import nn
 from lightning_replicate import _private
 from lightning_replicate.core.agreement import gather_number
 from lightning_replicate.core.api import Options, ReplicateError
+from lightning_replicate.core.buffers import BufferSync
+from lightning_replicate.core.collect import is_fsdp1
 from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy.lockstep import Lockstep
 from lightning_replicate.strategy.optimizers import step_by_kind
 from lightning_replicate.strategy.precision import clip_over_both_kinds, scale_together
-from lightning_replicate.strategy.selection import Patterns, select, select_existing
+from lightning_replicate.strategy.selection import Patterns, Selection, select, select_existing
 from lightning_replicate.strategy.sharding import (
     ShardPolicy,
     equal_start,
@@ -62,6 +64,7 @@ class MixedModels:
         _shards_skip: bool
         _lockstep: Lockstep | None
         _undo: list[Callable[[], Any]]
+        _shard_buffers: BufferSync | None
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -70,6 +73,12 @@ class MixedModels:
             yield
 
     def setup(self, trainer: Any) -> None:
+        if any(map(is_fsdp1, self.lightning_module.modules())):
+            raise ValueError(
+                "The model holds modules wrapped with FullyShardedDataParallel, whose flat parameters clipping and"
+                " checkpoints cannot read. Shard them with `fully_shard` (FSDP2), by hand or with"
+                " `ReplicateStrategy(shard=...)`."
+            )
         fits = trainer.state.fn == "fit"
         if fits or not self._sharded():
             super().setup(trainer)  # type: ignore[misc]
@@ -80,6 +89,22 @@ class MixedModels:
         self.model_to_device()
         make_equal(self.model, select(self.model, self._local, "local"))
         self.setup_precision_plugin()
+
+    def _follow_buffers_of_shards(self, local: Selection) -> None:
+        """Lets buffers within sharded modules follow rank 0 like those of replicated ones."""
+        walked = {module for state in self._states for module in state.managed_modules()}
+        walked.update(child for module in local.modules.values() for child in module.modules())
+        rest = [
+            (f"{name}.{key}" if key else name, child)
+            for name, module in sharded_modules(self.lightning_module).items()
+            for key, child in module.named_modules()
+            if child not in walked
+        ]
+        if rest and self.world_size > 1:
+            unique = list({child: (name, child) for name, child in rest}.values())
+            group = dist.group.WORLD
+            assert group is not None
+            self._shard_buffers = BufferSync(self._options.buffers, lambda: unique, group)
 
     def _sharded(self) -> dict[str, Any]:
         """The sharded modules, also those that are about to be sharded."""

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_replicate import _private
 from lightning_replicate.core.agreement import gather_flags, gather_number
 from lightning_replicate.core.api import ReplicateError
+from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy.inputs import UnevenInputs, agree_on_end, holds_no_batch
 from lightning_replicate.strategy.lockstep import Lockstep
@@ -40,6 +41,7 @@ class Steps:
         _stopping: StopTogether | None
         _lockstep: Lockstep | None
         _shards_skip: bool
+        _shard_buffers: BufferSync | None
         _step_in_lockstep: Callable[[Lockstep, Callable[[], Any]], Any]
         _without_grad: list[nn.Parameter]
         _skipped_steps: SkippedSteps
@@ -217,4 +219,7 @@ class Steps:
 
         if getattr(self.precision_plugin, "scaler", None) is not None:
             closure = closure_for_scaler(optimizer, closure)
-        return super().optimizer_step(optimizer, closure, *args, **kwargs)  # type: ignore[misc]
+        result = super().optimizer_step(optimizer, closure, *args, **kwargs)  # type: ignore[misc]
+        if self._shard_buffers is not None:
+            self._shard_buffers.after_round()
+        return result
