@@ -106,6 +106,7 @@ def ranks_are_equal(trainer: Trainer, module: LightningModule) -> bool:
     """Compares all parameters and buffers of all ranks bit by bit, and prints a hash for each rank."""
     digest = hashlib.sha256()
     for name, tensor in module.state_dict().items():
+        tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # sharded ones are put together
         digest.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
     everybody = gather(trainer, digest.hexdigest()[:16])
     equal = len(set(everybody)) == 1

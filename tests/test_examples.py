@@ -63,3 +63,15 @@ def test_r30_uneven_stream() -> None:
     out = _run("uneven_stream.py")
     assert re.search(r"stop: batches of each rank in an epoch \[14, 14\]", out)
     assert re.search(r"join: batches of each rank in an epoch \[14, 29\]", out)
+
+
+def test_r47_mixed() -> None:
+    out = _run("mixed.py")
+    held, whole = map(int, re.search(r"(\d+) of (\d+) parameters in each process", out).groups())  # type: ignore[union-attr]
+    assert held < 0.6 * whole  # half of the layers, and all of the rest
+    losses = re.search(r"in one process: test loss (\d\.\d+), an epoch later (\d\.\d+)", out)
+    assert losses is not None
+    trained = re.search(r"parameters in each process, test loss (\d\.\d+)", out)
+    assert trained is not None
+    assert float(losses[1]) == pytest.approx(float(trained[1]), abs=2e-3)
+    assert float(losses[2]) < float(losses[1]) + 0.05
