@@ -133,6 +133,7 @@ def _trainer(twin: str = "lightning.pytorch", name: str = "replicate", before: s
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twin", ["lightning.pytorch", "pytorch_lightning"])
 def test_the_name_works_without_an_import_of_ours(twin: str) -> None:
     out = _trainer(twin)

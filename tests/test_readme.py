@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests.core.helpers import assert_ranks_equal, mlp
 from tests.ranks import Ranks
+from tests.strategy.test_mixed import full
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -29,7 +30,7 @@ def _names(rank: int) -> dict[str, Any]:
     class Model(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.encoder, self.head_a, self.head_b = mlp(4, 4), mlp(4, 2), mlp(4, 2)
+            self.encoder, self.head_a, self.head_b = mlp(4, 4, 4), mlp(4, 2), mlp(4, 2)
             self.ema = mlp(4, 2).requires_grad_(False)
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -64,7 +65,7 @@ def _run(rank: int, snippet: str) -> None:
         exec(snippet, names)
         os.chdir("/")
     trained = names["trainer"].lightning_module if "trainer" in names else names["net"]
-    assert_ranks_equal(list(trained.parameters()))
+    assert_ranks_equal(full(trained.parameters()))
 
 
 @pytest.mark.parametrize("index", range(len(SNIPPETS)))
@@ -73,7 +74,7 @@ def test_snippet(ranks: Ranks, index: int) -> None:
 
 
 def test_there_are_snippets() -> None:
-    assert len(SNIPPETS) == 5
+    assert len(SNIPPETS) == 7
 
 
 def test_the_gate_runs_the_commands() -> None:

@@ -185,6 +185,7 @@ def _meshes(rank: int) -> None:
     assert_like(model, one_process(5, 4))
 
 
+@pytest.mark.slow
 def test_r51_by_hand_on_a_mesh_of_two_dimensions(ranks: Ranks) -> None:
     ranks(4, _meshes)
 

@@ -419,6 +419,7 @@ def _hsdp(rank: int) -> None:
         trainer(ReplicateStrategy(**SHARD, shard_size=3)).fit(Mixed())
 
 
+@pytest.mark.slow
 def test_r51_shards_within_a_part_of_the_ranks(ranks: Ranks) -> None:
     ranks(4, _hsdp)
 
