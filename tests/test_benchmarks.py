@@ -1,0 +1,99 @@
+"""The benchmark runs, and what can be counted is what it should be. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_replicate import replicate
+from tests.core.helpers import data
+from tests.ranks import Ranks
+
+BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
+
+
+@pytest.mark.slow
+def test_a_short_run_of_the_benchmark(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    command = [
+        "-W",
+        "ignore",
+        "run.py",
+        "idle",
+        "gan",
+        "accumulate",
+        "--turns",
+        "2",
+        "--turn",
+        "0.01",
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run([sys.executable, *command], cwd=BENCHMARKS, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "does not run" not in done.stdout
+    results = json.loads(out.read_text())
+    for work, peers in results.items():
+        assert len(peers) >= 4
+        for found in peers.values():
+            assert len(found["seconds"]) == 2
+        ours = peers["ours"]
+        if work == "gan":  # the critic's turn and the generator's, which goes through both
+            assert ours["bytes"] < 1.51 * ours["model_bytes"]
+        else:
+            assert ours["bytes"] < 1.01 * ours["model_bytes"]
+        assert ours["gradient_bytes"] < 1.01 * ours["model_bytes"]  # one copy of the gradients
+
+
+def _counts(rank: int) -> None:
+    net = nn.Sequential(*[nn.Linear(4, 4) for _ in range(200)])
+    replicate(net)
+    batch = data(rank, 0, 3, 4)
+    for _ in range(3):
+        net.zero_grad()
+        net(batch).sum().backward()
+    net.zero_grad()
+    loss = net(batch).sum()
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        loss.backward()
+    finally:
+        sys.setprofile(None)
+    # the hook, and what is done once for each parameter in its bucket
+    assert calls < 400 * 5, calls
+    last = replicate.state(net).last_round
+    assert last is not None
+    assert last.collectives == 1
+
+
+def _bytes(rank: int) -> None:
+    """Adapters: nine tenths of the parameters are frozen, and cost nothing on the wire."""
+    net = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 33))
+    net[0].requires_grad_(False)
+    replicate(net)
+    net(torch.randn(2, 300)).sum().backward()
+    last = replicate.state(net).last_round
+    assert last is not None
+    trainable = sum(param.nbytes for param in net[1].parameters())
+    assert trainable <= last.nbytes < 1.01 * trainable
+
+
+def test_python_calls_for_each_parameter(ranks: Ranks) -> None:
+    ranks(2, _counts)
+
+
+def test_frozen_parameters_cost_no_bytes(ranks: Ranks) -> None:
+    ranks(2, _bytes)
