@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -216,6 +216,40 @@ def wrap_unscaling(scaler: Any, wrapper: Callable[..., Any]) -> Callable[[], Non
     """
     scaler._unscale_grads_ = functools.partial(wrapper, scaler._unscale_grads_)
     return lambda: vars(scaler).pop("_unscale_grads_", None)
+
+
+def is_offloaded(module: Any) -> bool:
+    """Whether a sharded module keeps its parameters on the CPU. Reason: FSDP2 has no public way to ask for the policy.
+
+    If it cannot be told, the module is moved to the device with all others, and FSDP2 says that it must not be.
+    """
+    return any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in _param_groups(module))
+
+
+def _param_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
+    return list(several) if several is not None else [group for group in [state._fsdp_param_group] if group is not None]
+
+
+def reset_sharded(modules: Iterable[Any]) -> None:
+    """Puts sharded modules back into the state between two steps, after an exception in the middle of one.
+
+    Reason: FSDP2 leaves it undefined otherwise: moving the module would raise, in place of the user's exception, and
+    the next backward would add to gradients of the failed one. ``reset_iter_state`` (torch 2.13) is public and leaves
+    those gradients; on earlier versions the modules are resharded.
+    """
+    for module in modules:
+        root = module._get_fsdp_state()._is_root is True
+        if root and hasattr(module, "reset_iter_state"):
+            module.reset_iter_state()
+        elif not hasattr(module, "reset_iter_state"):
+            module.reshard()
+        for group in _param_groups(module):
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if getattr(param, "_unsharded_param", None) is not None:
+                    param._unsharded_param.grad = None
 
 
 def let_fsdp_pass_undefined_gradients() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -64,7 +65,10 @@ def total_grad_norm(
     norms: list[torch.Tensor] = []
     for group in by_mesh(_gradients(parameters)):
         norm = nn.utils.get_total_norm(group, norm_type, foreach=foreach)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        # offloaded gradients are where their mesh cannot send them from
+        if isinstance(norm, DTensor):
+            norm = cast(DTensor, norm.to(norm.device_mesh.device_type)).full_tensor()
+        norms.append(norm)
     if not norms:
         return torch.tensor(0.0)
     device = norms[0].device

@@ -260,7 +260,10 @@ def equalize(
     channel = Channel.of(process_group)
     specs = [ParamSpec.of(name, tensor) for name, tensor in rest.items()]
     agreement.require_same_specs(specs, "not replicated", channel.control)
-    agreement.broadcast_from_first(list(rest.values()), channel.gradients)
+    on_cpu = [tensor for tensor in rest.values() if tensor.device.type == "cpu"]  # nccl could not send these
+    agreement.broadcast_from_first(on_cpu, channel.control)
+    others = [tensor for tensor in rest.values() if tensor.device.type != "cpu"]
+    agreement.broadcast_from_first(others, channel.gradients)
 
 
 def _resolve_group(mesh: DeviceMesh | None, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -8,7 +8,7 @@ file. With ``save_distributed_checkpoint=True`` every rank writes what it has in
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,21 +40,24 @@ class Checkpoints:
     # ---- saving -----------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        module = self.lightning_module
-        state = {_plain_name(key): value for key, value in module.state_dict().items()}
-        return state if self._save_distributed_checkpoint else self._gathered(state)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
         if self._save_distributed_checkpoint:
-            return folder.optimizer_state(self.lightning_module, optimizer)
-        state = dict(optimizer.state_dict())
-        state["state"] = {key: self._gathered(value) for key, value in state["state"].items()}
+            return folder.plain_names(state)
+        if any(map(_is_sharded, state.values())):
+            return self._gathered(folder.plain_names(state))
         return state
 
-    def _gathered(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        state: dict[str, Any] = super().optimizer_state(optimizer)  # type: ignore[misc]
+        if self._save_distributed_checkpoint:
+            return folder.named_optimizer_state(self.lightning_module, optimizer, state)
+        entries = {key: self._gathered(entry) if isinstance(entry, dict) else entry for key, entry in _entries(state)}
+        return {**state, "state": entries} if entries else state
+
+    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """Sharded tensors made whole on rank 0; other ranks take part and keep none. Collective if any is sharded."""
-        return {key: self._gather(value) if _is_sharded(value) else value for key, value in state.items()}
+        whole = {key: self._gather(value) if _is_sharded(value) else value for key, value in state.items()}
+        return folder.like(state, whole)
 
     def _gather(self, tensor: Any) -> torch.Tensor:
         on_device = tensor.to(tensor.device_mesh.device_type)  # offloaded ones cannot travel from where they are
@@ -86,9 +89,12 @@ class Checkpoints:
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._require_seen_by_all(checkpoint_path)
         if folder.is_folder(checkpoint_path):
+            trusted = bool(weights_only)
             if self._save_distributed_checkpoint:  # the model is set up, each rank reads its parts
-                return folder.load(checkpoint_path, self.lightning_module, self.optimizers)
-            return folder.load_whole(checkpoint_path)
+                fits = self.lightning_module.trainer.state.fn == "fit"
+                optimizers = self.optimizers if fits else []
+                return folder.load(checkpoint_path, self.lightning_module, optimizers, weights_only=trusted)
+            return folder.load_whole(checkpoint_path, weights_only=trusted)
         extra = {} if weights_only is None else {"weights_only": weights_only}
         return super().load_checkpoint(checkpoint_path, **extra)  # type: ignore[misc]
 
@@ -107,10 +113,11 @@ class Checkpoints:
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
         own = module.state_dict()
-        names = {_plain_name(key): key for key in own}
-        state = {}
-        for key, value in checkpoint["state_dict"].items():
-            name = names.get(_plain_name(key), key)
+        names = dict(zip(folder.plain_names(own), own, strict=True))
+        saved = checkpoint["state_dict"]
+        state = folder.like(saved, {})
+        for plain, (key, value) in zip(folder.plain_names(saved), saved.items(), strict=True):
+            name = names.get(plain, key)  # compiled here and not there, or the other way round
             state[name] = _cut(value, own.get(name))
         super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)  # type: ignore[misc]
 
@@ -120,6 +127,10 @@ class Checkpoints:
             for state, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
         ]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})  # type: ignore[misc]
+        for optimizer in self.optimizers:  # Lightning has moved all of it to the device
+            for param, entry in optimizer.state.items():
+                if _is_sharded(param) and isinstance(entry, dict):
+                    entry.update({k: v.to(param.device) for k, v in entry.items() if _is_sharded(v)})
         extra = checkpoint.get(_KEY)
         if extra:
             self._load_hook_states(extra)
@@ -151,9 +162,8 @@ class Checkpoints:
             self._model_averager.step = saved["model_averager_step"]
 
 
-def _plain_name(key: str) -> str:
-    """A parameter's name in the module that was compiled, and not in the one that ``torch.compile`` puts around it."""
-    return key.replace("_orig_mod.", "")
+def _entries(state: Mapping[str, Any]) -> Iterable[tuple[Any, Any]]:
+    return state["state"].items() if isinstance(state.get("state"), dict) else ()
 
 
 def _is_sharded(value: Any) -> bool:
@@ -178,6 +188,8 @@ def _cut_optimizer_state(state: Mapping[str, Any], optimizer: Any) -> dict[str, 
     by_number: dict[Any, nn.Parameter] = dict(zip(numbers, params, strict=False))
     values = {
         number: {key: _cut(value, by_number.get(number)) for key, value in entry.items()}
-        for number, entry in state["state"].items()
+        if isinstance(entry, dict)
+        else entry
+        for number, entry in _entries(state)
     }
-    return {**state, "state": values}
+    return {**state, "state": values} if values else dict(state)

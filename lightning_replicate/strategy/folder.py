@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,37 @@ def remove(path: Any) -> None:
     shutil.rmtree(path)
 
 
-def optimizer_state(module: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """An optimizer's state under the names of parameters, sharded tensors as they are. Collective."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+def plain_names(state: dict[str, Any]) -> dict[str, Any]:
+    """A module's state under the names in the module that was compiled, not in what ``torch.compile`` puts around it."""
+    return like(state, {key.replace("_orig_mod.", ""): value for key, value in state.items()})
 
-    return get_optimizer_state_dict(module, optimizer)
+
+def like(state: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """A module's state with other values: of the same class, with the versions that modules have noted."""
+    made = OrderedDict(values)
+    if hasattr(state, "_metadata"):
+        made._metadata = state._metadata  # type: ignore[attr-defined]
+    return made
+
+
+def named_optimizer_state(module: nn.Module, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state under the names of parameters instead of numbers; sharded tensors stay as they are.
+
+    Args:
+        module: The model, for names.
+        optimizer: The optimizer.
+        state: Its ``state_dict()``.
+    """
+    names = {param: name.replace("_orig_mod.", "") for name, param in module.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    by_number = {number: names[param] for number, param in zip(numbers, params, strict=True)}
+    return {
+        "state": {by_number.get(number, number): entry for number, entry in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [by_number[n] for n in group["params"]]} for group in state["param_groups"]
+        ],
+    }
 
 
 def save(checkpoint: dict[str, Any], path: Path) -> None:
@@ -43,9 +71,16 @@ def save(checkpoint: dict[str, Any], path: Path) -> None:
     Args:
         checkpoint: Lightning's checkpoint, with sharded tensors in ``"state_dict"`` and named optimizer states.
         path: The folder.
+
+    Raises:
+        ValueError: If the path is not on a file system.
     """
     from torch.distributed.checkpoint import save as save_parts
 
+    if "://" in str(path) or ":/" in str(path):
+        raise ValueError(
+            f"A checkpoint in parts needs a folder on a file system that all ranks see, got {str(path)!r}."
+        )
     rest = dict(checkpoint)
     parts = {"state_dict": rest.pop("state_dict")}
     parts.update({f"optimizer_{number}": state for number, state in enumerate(rest.pop("optimizer_states", ()))})
@@ -69,38 +104,82 @@ def save(checkpoint: dict[str, Any], path: Path) -> None:
     dist.barrier()
 
 
-def load(path: Any, module: nn.Module, optimizers: Any) -> dict[str, Any]:
+def load(path: Any, module: nn.Module, optimizers: Sequence[Any], *, weights_only: bool = False) -> dict[str, Any]:
     """Reads a checkpoint in parts, each rank what it needs, into a model that is set up. Collective.
 
     Args:
         path: The folder.
         module: The model; its values change in place.
-        optimizers: The optimizers; may be empty.
+        optimizers: The optimizers whose states are wanted.
+        weights_only: See ``torch.load``, for ``meta.pt``.
 
     Returns:
-        Lightning's checkpoint, with sharded tensors.
+        Lightning's checkpoint, with sharded tensors. Names that only the model or only the folder has are kept apart
+        from each other, so that loading it says so.
     """
+    from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint import load as load_parts
 
-    state = {key.replace("_orig_mod.", ""): value for key, value in module.state_dict().items()}
-    parts: dict[str, Any] = {"state_dict": state}
-    parts.update({f"optimizer_{number}": optimizer_state(module, each) for number, each in enumerate(optimizers)})
+    saved = FileSystemReader(os.fspath(path)).read_metadata().state_dict_metadata
+    prefix = "state_dict."
+    own = plain_names(module.state_dict())
+    parts: dict[str, Any] = {"state_dict": {key: value for key, value in own.items() if prefix + key in saved}}
+    for number, optimizer in enumerate(optimizers):
+        if any(key.startswith(f"optimizer_{number}.") for key in saved):
+            parts[f"optimizer_{number}"] = _places_for(f"optimizer_{number}.", saved, module, optimizer)
     load_parts(parts, checkpoint_id=os.fspath(path))
-    return _joined(parts, Path(path))
+    for key in saved:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in own:
+            parts["state_dict"][key.removeprefix(prefix)] = torch.empty(0)
+    return _joined(parts, Path(path), weights_only)
 
 
-def load_whole(path: Any) -> dict[str, Any]:
+def _places_for(prefix: str, saved: Mapping[str, Any], module: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Tensors into which an optimizer's saved state can be read: sharded like its parameters, empty otherwise."""
+    names = {param: name.replace("_orig_mod.", "") for name, param in module.named_parameters()}
+    state: dict[str, dict[str, Any]] = {}
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        start = f"{prefix}state.{names[param]}."
+        for key, found in saved.items():
+            if key.startswith(start):
+                state.setdefault(names[param], {})[key.removeprefix(start)] = _place(found, param)
+    groups = named_optimizer_state(
+        module, optimizer, {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
+    return {"state": state, "param_groups": _only_saved(groups["param_groups"], f"{prefix}param_groups", saved)}
+
+
+def _only_saved(value: Any, key: str, saved: Mapping[str, Any]) -> Any:
+    """What of nested collections the folder has under this key."""
+    if key in saved or not isinstance(value, (dict, list)):
+        return value
+    if isinstance(value, list):
+        return [_only_saved(item, f"{key}.{index}", saved) for index, item in enumerate(value)]
+    known = (each.removeprefix(f"{key}.").split(".")[0] for each in saved if each.startswith(f"{key}."))
+    return {name: _only_saved(value.get(name), f"{key}.{name}", saved) for name in dict.fromkeys(known)}
+
+
+def _place(found: Any, param: torch.Tensor) -> Any:
+    size = getattr(found, "size", None)
+    if size is None:
+        return None  # not a tensor
+    dtype = found.properties.dtype
+    return torch.zeros_like(param, dtype=dtype) if size == param.shape else torch.zeros(size, dtype=dtype)
+
+
+def load_whole(path: Any, *, weights_only: bool = False) -> dict[str, Any]:
     """Reads a checkpoint in parts as one ordinary checkpoint, whole tensors on the CPU. Not collective.
 
     Args:
         path: The folder.
+        weights_only: See ``torch.load``, for ``meta.pt``.
     """
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     with tempfile.TemporaryDirectory() as work:
         dcp_to_torch_save(os.fspath(path), f"{work}/whole.pt")
         parts = torch.load(f"{work}/whole.pt", map_location="cpu", weights_only=True)
-    return _joined(parts, Path(path))
+    return _joined(parts, Path(path), weights_only)
 
 
 def consolidate(checkpoint_folder: str | os.PathLike[str], output_file: str | os.PathLike[str]) -> None:
@@ -124,8 +203,8 @@ def consolidate(checkpoint_folder: str | os.PathLike[str], output_file: str | os
     torch.save(load_whole(checkpoint_folder), output_file)
 
 
-def _joined(parts: dict[str, Any], path: Path) -> dict[str, Any]:
-    checkpoint: dict[str, Any] = torch.load(path / _META, map_location="cpu", weights_only=True)
+def _joined(parts: dict[str, Any], path: Path, weights_only: bool) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = torch.load(path / _META, map_location="cpu", weights_only=weights_only)
     checkpoint["state_dict"] = parts["state_dict"]
     names = sorted((name for name in parts if name.startswith("optimizer_")), key=lambda name: int(name.split("_")[1]))
     if names:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins.precision import Precision
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -115,7 +115,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         shard_size: ShardSize = "world",
         mp_policy: Optional[MixedPrecisionPolicy] = None,
         reshard_after_forward: Union[bool, int, None] = None,
-        offload_policy: Optional[OffloadPolicy] = None,
+        offload_policy: Union[CPUOffloadPolicy, OffloadPolicy, None] = None,
         save_distributed_checkpoint: bool = False,
         bucket_cap_mb: float = 25.0,
         reduce_dtype: Optional[torch.dtype] = None,
@@ -193,6 +193,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         self._shard_buffers: BufferSync | None = None
         self._shards_skip = False
         self._without_grad: list[nn.Parameter] = []
+        self._unscaled: list[Any] = []
         self._undo: list[Callable[[], Any]] = []
         self._restore_late = False
         if find_unused_parameters or static_graph or gradient_as_bucket_view:
@@ -254,11 +255,14 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         self._check_optimizers()
         self._serve_sharded_modules()
         if self.world_size > 1:
-            control = self._control = dist.new_group(
-                backend="gloo", timeout=_private.process_group_timeout(dist.group.WORLD)
-            )
+            control = self._make_control_group()
             self._stopping = StopTogether(trainer, lambda flags: union(flags, control))
             self._keep_in_lockstep(control)
+
+    def _make_control_group(self) -> dist.ProcessGroup:
+        timeout = _private.process_group_timeout(dist.group.WORLD)
+        self._control = dist.new_group(backend="gloo", timeout=timeout)
+        return self._control
 
     def _mark_modules(self) -> None:
         local = select(self.lightning_module, self._local, "local")
@@ -311,7 +315,8 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        self._hook_states_after_fit = [state.hook_state_dict() for state in self._states]  # it may be saved after fit
+        if self._states:
+            self._hook_states_after_fit = [state.hook_state_dict() for state in self._states]  # may be saved after fit
         for state in [*self._states, *(states_in(self.lightning_module) if self.lightning_module else ())]:
             state.remove(give_back=False)  # may follow an exception on this rank alone
         self._states = []
@@ -323,8 +328,8 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         if self._lockstep is not None:
             self._lockstep.remove()
         self._lockstep = self._shard_buffers = None
-        for module in sharded_modules(self.lightning_module).values() if self.lightning_module else ():
-            module.reshard()  # an exception may have left it as it is within a step
+        if self.lightning_module:  # an exception may have left them as they are within a step
+            _private.reset_sharded(sharded_modules(self.lightning_module).values())
         for undo in self._undo:
             undo()
         self._undo = []

@@ -45,7 +45,8 @@ class Lockstep:
         self._gather = gather
         self._may_leave = may_leave
         self._entered: int | None = None  # how many sharded modules were entered; None outside of a training step
-        self._outputs: list[torch.Tensor] = []
+        self._collects = False
+        self._outputs: dict[int, torch.Tensor] = {}
         self._handles = []
         _private.let_fsdp_pass_undefined_gradients()
         for number, module in enumerate(modules.values()):
@@ -72,7 +73,8 @@ class Lockstep:
             ReplicateError: On all ranks, if they ran different sharded modules.
         """
         self._entered = 0
-        self._outputs = []
+        self._collects = may_skip  # in manual optimization, backward runs within the step
+        self._outputs = {}
         try:
             output = training_step()
             where = self._where(_SKIPS if may_skip and output is None else _AT_END)
@@ -92,8 +94,8 @@ class Lockstep:
         Returns:
             The same value, with a backward that passes those modules in any case.
         """
-        outputs, self._outputs = self._outputs, []
-        return _Anchor.apply(loss, factor, *outputs) if outputs or factor != 1.0 else loss
+        outputs, self._outputs = self._outputs, {}
+        return _Anchor.apply(loss, factor, *outputs.values()) if outputs or factor != 1.0 else loss
 
     def _entering(self, number: int) -> Callable[..., None]:
         def enter(*_: Any) -> None:
@@ -106,10 +108,21 @@ class Lockstep:
 
     def _leaving(self) -> Callable[..., None]:
         def leave(_module: Any, _args: Any, output: Any) -> None:
-            if self._entered is not None and _private.current_graph_task_id() == -1:
-                self._outputs.extend(tensor for tensor in _private.tensors_in(output) if tensor.requires_grad)
+            if self._entered is None or not self._collects or _private.current_graph_task_id() != -1:
+                return
+            for tensor in _private.tensors_in(output):
+                if tensor.grad_fn is not None:
+                    self._outputs[id(tensor)] = tensor
+                    # a graph that the step itself runs (`torch.autograd.grad`) is gone afterwards
+                    tensor.grad_fn.register_prehook(self._forgetting(id(tensor)))
 
         return leave
+
+    def _forgetting(self, key: int) -> Callable[..., None]:
+        def forget(_: Any) -> None:
+            self._outputs.pop(key, None)
+
+        return forget
 
     def _where(self, place: int) -> list[int]:
         places = self._gather(place)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,9 @@ class MixedModels:
         _skipped_steps: SkippedSteps
         _skipped: bool
         _shards_skip: bool
+        _unscaled: list[Any]
+        launcher: Any
+        _make_control_group: Callable[[], dist.ProcessGroup]
         _lockstep: Lockstep | None
         _undo: list[Callable[[], Any]]
         _shard_buffers: BufferSync | None
@@ -88,6 +92,7 @@ class MixedModels:
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         make_equal(self.model, select(self.model, self._local, "local"))
+        self._make_control_group()  # its loaders are compared
         self.setup_precision_plugin()
 
     def _follow_buffers_of_shards(self, local: Selection) -> None:
@@ -122,21 +127,36 @@ class MixedModels:
         replicated = None if self._replicate is None else select(module, self._replicate, "replicate")
         assert self._mesh is not None
         shard(module, self._shard, self._mesh, local=local, replicated=replicated)  # before it needs memory on a device
-        move_plain(module, self.root_device)
+        if any(map(_private.is_offloaded, sharded_modules(module).values())):
+            move_plain(module, self.root_device)
+        else:
+            super().model_to_device()  # type: ignore[misc]
         prepare(sharded_modules(module).values())
-        # FSDP2 cannot train on after it was evaluated in inference mode
         for loop in _private.evaluation_loops(module.trainer):
-            loop.inference_mode = False
+            if loop.inference_mode:  # FSDP2 cannot train on after it was evaluated in that mode
+                loop.inference_mode = False
+                self._undo.append(functools.partial(setattr, loop, "inference_mode", True))
 
     def _serve_sharded_modules(self) -> None:
         """Lets clipping, loss scaling and optimizers work over both kinds of parameters."""
         sharded = has_sharded_parameters(self.lightning_module)
         if sharded:
             _require_compatible(self._options.average, self.lightning_module.trainer)
-            self._undo += [step_by_kind(self.optimizers), clip_over_both_kinds(self.precision_plugin)]
+            self._require_launcher_that_leaves_the_model()
+            self._undo.append(step_by_kind(self.optimizers))
+        if self.world_size > 1 and (sharded or self._local_params):
+            self._undo.append(clip_over_both_kinds(self.precision_plugin, self._local_params))
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None and self.world_size > 1 and (sharded or self._local_params):
             self._undo.append(scale_together(scaler))
+
+    def _require_launcher_that_leaves_the_model(self) -> None:
+        if self.world_size > 1 and type(self.launcher).__name__ == "_MultiProcessingLauncher":
+            raise ValueError(
+                "The launchers that start processes from a running program (spawn, fork, notebook) send the trained"
+                " model back in one piece, which is not possible where parts of it are sharded. Run the program as a"
+                " script (`start_method='popen'`), or with torchrun."
+            )
 
     def _keep_in_lockstep(self, control: dist.ProcessGroup) -> None:
         sharded = sharded_modules(self.lightning_module)
@@ -161,8 +181,13 @@ class MixedModels:
         self._skipped = self._shards_skip = all_skip
         if all_skip or output is None:
             return lockstep.anchor(self._zero_loss())
-        averages_over_some = skipping and any(state.average == "participants" for state in self._states)
+        averages = {state.average for state in self._states} or {self._options.average}
+        averages_over_some = skipping and "participants" in averages
         factor = self.world_size / (self.world_size - len(skipping)) if averages_over_some else 1.0
+        if factor != 1.0:  # what is local is not divided by the number of ranks
+            for param in self._local_params:
+                if param.requires_grad:
+                    self._unscaled.append(param.register_hook(lambda grad: grad / factor))
         if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
             return {**output, "loss": lockstep.anchor(output["loss"], factor)}
         return lockstep.anchor(output, factor) if isinstance(output, torch.Tensor) else output

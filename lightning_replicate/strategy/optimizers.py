@@ -7,6 +7,7 @@ one for each kind; the user's groups, schedules, names and checkpoints never kno
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ def step_by_kind(optimizers: Iterable[Any]) -> Callable[[], None]:
     """Lets optimizers step plain and sharded parameters one kind after the other.
 
     Args:
-        optimizers: The optimizers. Those that hold one kind only are left alone.
+        optimizers: The optimizers. Whether their groups hold both kinds is seen at each step; groups may be added.
 
     Returns:
         A function that undoes it.
@@ -30,9 +31,9 @@ def step_by_kind(optimizers: Iterable[Any]) -> Callable[[], None]:
     """
     undone: list[Callable[[], None]] = []
     for optimizer in optimizers:
-        if not any(len(by_mesh(group["params"])) > 1 for group in optimizer.param_groups):
-            continue
         if isinstance(optimizer, torch.optim.LBFGS):
+            if not _holds_both_kinds(optimizer):
+                continue
             raise ValueError(
                 "LBFGS joins all parameters into one vector, which is not possible where some are sharded. Use an"
                 " optimizer that treats each parameter by itself."
@@ -46,12 +47,18 @@ def step_by_kind(optimizers: Iterable[Any]) -> Callable[[], None]:
     return undo
 
 
+def _holds_both_kinds(optimizer: Any) -> bool:
+    return any(len(by_mesh(group["params"])) > 1 for group in optimizer.param_groups)
+
+
 def _wrap_step(optimizer: Any) -> Callable[[], None]:
     original = optimizer.step
     had_own = "step" in vars(optimizer)  # a scheduler puts its own there
 
     @functools.wraps(original)
-    def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(_: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        if not _holds_both_kinds(optimizer):
+            return original(closure, **kwargs)
         loss = None
         if closure is not None:  # sees the user's groups
             with torch.enable_grad():
@@ -62,7 +69,7 @@ def _wrap_step(optimizer: Any) -> Callable[[], None]:
             original(**kwargs)
         return loss
 
-    optimizer.step = step
+    optimizer.step = types.MethodType(step, optimizer)  # schedulers that are made later expect a method
 
     def undo() -> None:
         if had_own:

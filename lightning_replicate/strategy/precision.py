@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,39 +14,45 @@ from lightning_replicate.core.clipping import clip_grad_norm_, clip_grad_value_,
 from lightning_replicate.strategy.marking import parameters_of_optimizers
 
 
-def closure_for_scaler(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+def closure_for_scaler(
+    optimizer: Any, closure: Callable[[], Any], on_any_rank: Callable[[bool], bool]
+) -> Callable[[], Any]:
     """A closure that returns ``None`` where no parameter has a gradient, which tells Lightning not to unscale and step.
 
-    A loss scaler raises in such a step, and there is one whenever all ranks skip. As gradients are averages, all ranks
-    find the same.
+    A loss scaler raises in such a step, and there is one whenever all ranks skip.
 
     Args:
         optimizer: The optimizer that is about to step.
         closure: Runs the training step and backward, and returns the loss.
+        on_any_rank: Tells whether this is so on any rank. Averages are the same on all; local gradients are not.
     """
 
     def closure_that_says_if_there_is_nothing_to_step() -> Any:
         result = closure()
         has_grad = any(param.grad is not None for param in parameters_of_optimizers([optimizer]))
-        return result if has_grad else None
+        return result if on_any_rank(has_grad) else None
 
     return closure_that_says_if_there_is_nothing_to_step
 
 
-def clip_over_both_kinds(plugin: Any) -> Callable[[], None]:
-    """Makes a precision plugin clip replicated and sharded gradients together.
+def clip_over_both_kinds(plugin: Any, local: Set[torch.Tensor]) -> Callable[[], None]:
+    """Makes a precision plugin clip replicated and sharded gradients together, and local ones by themselves.
 
-    The Trainer's flag, ``configure_gradient_clipping`` and ``self.clip_gradients`` all come to these two methods.
+    The Trainer's flag, ``configure_gradient_clipping`` and ``self.clip_gradients`` all come to these two methods. A
+    norm that a rank's local gradients took part in would scale what ranks share by another factor on each.
 
     Args:
         plugin: Lightning's precision plugin.
+        local: The local parameters.
 
     Returns:
         A function that undoes it.
     """
 
     def by_norm(optimizer: Any, clip_val: float) -> None:
-        clip_grad_norm_(plugin.main_params(optimizer), clip_val)
+        params = list(plugin.main_params(optimizer))
+        for own in (False, True):
+            clip_grad_norm_([param for param in params if (param in local) is own], clip_val)
 
     def by_value(optimizer: Any, clip_val: float) -> None:
         clip_grad_value_(plugin.main_params(optimizer), clip_val)
@@ -73,12 +79,16 @@ def scale_together(scaler: Any) -> Callable[[], None]:
         A function that undoes it.
     """
 
-    def unscale(original: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
+    def unscale(
+        original: Callable[..., Any], optimizer: Any, inv_scale: torch.Tensor, found_inf: torch.Tensor, *args: Any
+    ) -> Any:
         groups = [{"params": list(map(_with_local_gradient, group["params"]))} for group in optimizer.param_groups]
-        found = original(SimpleNamespace(param_groups=groups), *args)
-        for overflow in found.values():
-            dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
-        return found
+        found = original(SimpleNamespace(param_groups=groups), inv_scale, found_inf, *args)
+        overflow = torch.zeros_like(found_inf)  # one message in any case: a rank may have no gradient
+        for on_device in found.values():
+            overflow += on_device.to(overflow.device)
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+        return {overflow.device: overflow}
 
     return _private.wrap_unscaling(scaler, unscale)
 

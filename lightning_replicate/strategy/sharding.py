@@ -171,9 +171,11 @@ def equal_start(root: nn.Module, local: Selection) -> Iterator[None]:
         make_equal(root, local)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     with torch.random.fork_rng(devices=devices):
-        seed = [torch.initial_seed()]
-        dist.broadcast_object_list(seed, src=0)
-        torch.manual_seed(seed[0])
+        states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
+        dist.broadcast_object_list(states, src=0)
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.cuda.set_rng_state(state)
         yield
     now = dict(root.named_parameters(remove_duplicate=False))
     sharded = sharded_modules(root)

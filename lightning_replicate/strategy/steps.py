@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_replicate import _private
-from lightning_replicate.core.agreement import gather_flags, gather_number
+from lightning_replicate.core.agreement import gather_flags, gather_number, union
 from lightning_replicate.core.api import ReplicateError
 from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.state import ReplicateState
@@ -20,6 +20,7 @@ from lightning_replicate.strategy.inputs import UnevenInputs, agree_on_end, hold
 from lightning_replicate.strategy.lockstep import Lockstep
 from lightning_replicate.strategy.marking import parameters_of_optimizers, require_managed
 from lightning_replicate.strategy.precision import closure_for_scaler
+from lightning_replicate.strategy.sharding import sharded_modules
 from lightning_replicate.strategy.stopping import StopTogether
 
 SkippedSteps = Literal["participants", "together", "error"]
@@ -44,6 +45,7 @@ class Steps:
         _shard_buffers: BufferSync | None
         _step_in_lockstep: Callable[[Lockstep, Callable[[], Any]], Any]
         _without_grad: list[nn.Parameter]
+        _unscaled: list[Any]
         _skipped_steps: SkippedSteps
         _uneven_inputs: UnevenInputs
         _checked: list[tuple[int, bool]]
@@ -69,7 +71,7 @@ class Steps:
             return dataloader
         mode = self._uneven_inputs
         if not self.lightning_module.trainer.training:
-            if self._lockstep is None:
+            if not sharded_modules(self.lightning_module):
                 return dataloader
             mode = "error"  # sharded modules communicate in evaluation, too
         elif self._lockstep is not None and mode == "join":
@@ -196,6 +198,9 @@ class Steps:
         for param in self._without_grad:  # nobody had a gradient; FSDP2 has reduced zeros
             param.grad = None
         self._without_grad = []
+        for handle in self._unscaled:
+            handle.remove()
+        self._unscaled = []
         self._shards_skip = False
         # a backward that reached no replicated parameter has not closed its round
         for state, before in zip(self._channels(), self._rounds_before_backward, strict=True):
@@ -214,11 +219,16 @@ class Steps:
                 stack.enter_context(state.no_sync())
             yield
 
+    def _on_any_rank(self, flag: bool) -> bool:
+        if self._control is None or not self._local_params:
+            return flag
+        return union([flag], self._control)[0]
+
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         self._follow_the_model()
 
         if getattr(self.precision_plugin, "scaler", None) is not None:
-            closure = closure_for_scaler(optimizer, closure)
+            closure = closure_for_scaler(optimizer, closure, self._on_any_rank)
         result = super().optimizer_step(optimizer, closure, *args, **kwargs)  # type: ignore[misc]
         if self._shard_buffers is not None:
             self._shard_buffers.after_round()
