@@ -1,8 +1,8 @@
 """Step times of replicate() and its peers, side by side: ``python run.py`` runs everything, ``--help`` tells more.
 
-All peers are built first, on the same ranks. Then they take turns: A B C A B C ... Each turn is a few steps, and what is
-reported is the median of paired ratios, ours over the peer's in the same turn, with quartiles. What else the machine does
-falls on all of them.
+All peers are built first, on the same ranks. Then they take turns: A B C A B C ... Each turn is a few steps, and what
+is reported is the median of paired ratios, ours over the peer's in the same turn, with quartiles. What else the machine
+does falls on all of them.
 """
 
 from __future__ import annotations

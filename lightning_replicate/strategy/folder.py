@@ -33,7 +33,7 @@ def remove(path: Any) -> None:
 
 
 def plain_names(state: dict[str, Any]) -> dict[str, Any]:
-    """A module's state under the names in the module that was compiled, not in what ``torch.compile`` puts around it."""
+    """A module's state under the names that it has without ``torch.compile`` around submodules."""
     return like(state, {key.replace("_orig_mod.", ""): value for key, value in state.items()})
 
 

@@ -209,7 +209,7 @@ def _require_compatible(average: str, trainer: Any) -> None:
             f" of ranks. Use 'participants' or 'world'."
         )
     for callback in trainer.callbacks:
-        if any(cls.__name__ == "WeightAveraging" for cls in type(callback).__mro__):
+        if {"WeightAveraging", "StochasticWeightAveraging"} & {cls.__name__ for cls in type(callback).__mro__}:
             raise ValueError(
                 f"{type(callback).__name__} copies the whole model, which is not possible where parts of it are"
                 f" sharded. Replicate the whole model, or average the weights of checkpoints afterwards."
