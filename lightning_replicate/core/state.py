@@ -143,6 +143,21 @@ class ReplicateState(Switches):
             self._buffers.after_round()
 
     @property
+    def options(self) -> Options:
+        """How gradients travel."""
+        return self._options
+
+    @property
+    def ignored_modules(self) -> frozenset[nn.Module]:
+        """The modules that the call left alone."""
+        return self._ignored_modules
+
+    @property
+    def ignored_params(self) -> frozenset[nn.Parameter]:
+        """The parameters that the call left alone."""
+        return self._ignored_params
+
+    @property
     def average(self) -> str:
         """What the sum of gradients is divided by."""
         return self._options.average

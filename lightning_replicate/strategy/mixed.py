@@ -17,12 +17,14 @@ from lightning_replicate.core.agreement import gather_number
 from lightning_replicate.core.api import Options, ReplicateError
 from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.collect import is_fsdp1
+from lightning_replicate.core.replicate import states_in
 from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy.lockstep import Lockstep
 from lightning_replicate.strategy.optimizers import step_by_kind
 from lightning_replicate.strategy.precision import clip_over_both_kinds, scale_together
 from lightning_replicate.strategy.selection import Patterns, Selection, select, select_existing
 from lightning_replicate.strategy.sharding import (
+    ByHand,
     ShardPolicy,
     equal_start,
     has_sharded_parameters,
@@ -70,11 +72,20 @@ class MixedModels:
         _undo: list[Callable[[], Any]]
         _shard_buffers: BufferSync | None
 
+    def setup_environment(self) -> None:
+        super().setup_environment()  # type: ignore[misc]
+        module = self.lightning_module
+        if ByHand.knows(module):  # sharded by `configure_model`, which would shard again
+            module.configure_model = functools.partial(ByHand.mark_again, module)
+            self._undo.append(lambda: vars(module).pop("configure_model", None))
+
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         module = self.lightning_module
         with equal_start(module, select_existing(module, self._local, "local")):
             yield
+        if not ByHand.knows(module) and sharded_modules(module):
+            ByHand.remember(module, states_in(module))
 
     def setup(self, trainer: Any) -> None:
         if any(map(is_fsdp1, self.lightning_module.modules())):

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_replicate import _private
-from lightning_replicate.core.replicate import equalize
+from lightning_replicate.core.replicate import apply, equalize
+from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy.selection import Pattern, Patterns, Selection, select
 
 if TYPE_CHECKING:
@@ -183,6 +185,49 @@ def equal_start(root: nn.Module, local: Selection) -> Iterator[None]:
         for other in others:
             if first in now and other in now and now[first] is not now[other]:
                 raise ValueError(_two_owners(first, _owner(first, sharded), other, _owner(other, sharded)))
+
+
+class ByHand:
+    """What ``configure_model`` marked and sharded, so that it need not run, and shard, a second time.
+
+    Lightning runs it for every entry point. Marks of ``replicate()`` go when a fit ends, shards stay.
+    """
+
+    _of: WeakKeyDictionary[nn.Module, list[tuple[Any, ...]]] = WeakKeyDictionary()
+
+    @classmethod
+    def remember(cls, root: nn.Module, states: Iterable[ReplicateState]) -> None:
+        """Notes the calls that were made on a model that has sharded modules."""
+        names: dict[Any, str] = {module: name for name, module in root.named_modules()}
+        names.update((param, name) for name, param in root.named_parameters())
+        cls._of[root] = [  # by name, since what refers to the model would keep it for ever
+            (
+                [names[module] for module in state.modules],
+                state.options,
+                [names[module] for module in state.ignored_modules],
+                [names[param] for param in state.ignored_params],
+            )
+            for state in states
+        ]
+
+    @classmethod
+    def mark_again(cls, root: nn.Module) -> None:
+        """Makes the same calls of ``replicate()`` again. Collective."""
+        for names, options, ignored_modules, ignored_params in cls._of.get(root, ()):
+            modules = {root.get_submodule(name): name for name in names}
+            apply(
+                list(modules),
+                options,
+                process_group=dist.group.WORLD,
+                ignored_modules=[root.get_submodule(name) for name in ignored_modules],
+                ignored_params=[root.get_parameter(name) for name in ignored_params],
+                names=modules,
+            )
+
+    @classmethod
+    def knows(cls, root: nn.Module) -> bool:
+        """Whether ``configure_model`` has done its work on this model."""
+        return root in cls._of
 
 
 def prepare(modules: Iterable[Any]) -> None:

@@ -151,14 +151,19 @@ def test_r59_one_file_or_a_folder(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _by_hand(model: Mixed) -> None:
-    if not hasattr(model.net.trunk[0], "reshard"):  # `configure_model` runs for every entry point
-        fully_shard(model.net.trunk[0], mesh=model.device_mesh)
+    """Lightning calls `configure_model` for every entry point, and this would shard and mark again each time."""
+    fully_shard(model.net.trunk[0], mesh=model.device_mesh)
     replicate(model.net.head)
     replicate(model.net)
 
 
+def _root_by_hand(model: Mixed) -> None:
+    replicate(model.net.head)
+    fully_shard(model, mesh=model.device_mesh)
+
+
 def _again(rank: int, folder: str) -> None:
-    for mark, arguments in ((_by_hand, {}), (None, SHARD)):
+    for mark, arguments in ((_by_hand, {}), (_root_by_hand, {}), (None, SHARD)):
         model = Resumable(mark, seed=1000)
         run = trainer(ReplicateStrategy(**arguments), max_epochs=1, limit_val_batches=1.0)
         run.fit(model)
@@ -167,6 +172,7 @@ def _again(rank: int, folder: str) -> None:
         run.validate(model, verbose=False)
         run.validate(model, ckpt_path=f"{folder}/again.ckpt", weights_only=True, verbose=False)
         assert_same(full(model.parameters()), before, rtol=0, atol=0)
+        assert "configure_model" not in vars(model)
         fresh = Resumable(mark, seed=1000)
         trainer(ReplicateStrategy(**arguments), limit_val_batches=1.0).validate(
             fresh, ckpt_path=f"{folder}/again.ckpt", weights_only=True, verbose=False

@@ -236,6 +236,53 @@ def test_optimizers_that_change_within_a_fit(ranks: Ranks) -> None:
     ranks(2, _schedulers)
 
 
+class _Freezes(Mixed):
+    """A sharded block and a replicated layer, frozen and unfrozen in the middle."""
+
+    steps = 6
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.freeze_for(batch_idx)
+
+    def freeze_for(self, step: int) -> None:
+        for module in (self.net.trunk[0], self.net.head):
+            module.requires_grad_(step >= 2 and step != 4)
+
+
+def _freezing(rank: int, folder: str) -> None:
+    reference = _Freezes(seed=1000)
+    optimizer = reference.configure_optimizers()
+    for step in range(6):
+        reference.freeze_for(step)
+        optimizer.zero_grad()
+        sum(reference.loss(data(r, step, 3, 4)) / WORLD for r in range(WORLD)).backward()
+        optimizer.step()
+    for keep in (True, False):
+        strategy = ReplicateStrategy(shard="net.trunk.*", reshard_after_forward=keep)
+        model = _Freezes()
+        trainer(strategy).fit(model)
+        assert_like(model, reference)
+
+    class Later(Mixed):
+        """Frozen in the first epoch; saved, and resumed in the second."""
+
+        def on_train_epoch_start(self) -> None:
+            self.net.trunk[0].requires_grad_(self.trainer.current_epoch > 0)
+
+    def fit(epochs: int, path: str | None = None) -> Any:
+        run = trainer(ReplicateStrategy(shard="net.trunk.*"), max_epochs=epochs)
+        model = Later()
+        run.fit(model, ckpt_path=path, weights_only=True if path else None)
+        return run, full(model.parameters())
+
+    fit(1)[0].save_checkpoint(f"{folder}/frozen.ckpt")
+    assert_same(fit(2, f"{folder}/frozen.ckpt")[1], fit(2)[1], rtol=0, atol=0)
+
+
+def test_r23_r60_freezing_and_unfreezing_both_kinds(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _freezing, str(tmp_path))
+
+
 # ---- evaluation and what is left ------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,8 +37,9 @@ SHARD: dict[str, Any] = {"shard": ["net.trunk.*"]}
 
 
 def fit(model: Mixed, arguments: dict[str, Any] | None = None, **options: Any) -> Any:
+    path = options.pop("ckpt_path", None)
     run = trainer(ReplicateStrategy(**SHARD, **(arguments or {})), **options)
-    run.fit(model)
+    run.fit(model, ckpt_path=path, weights_only=True if path else None)
     return run
 
 
@@ -173,7 +175,7 @@ class Overflowing(Mixed):
         self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
 
 
-def _scaled(rank: int, fused: bool) -> None:
+def _scaled(rank: int, fused: bool, folder: str) -> None:
     def adam(params: Any) -> Any:
         return torch.optim.Adam(params, lr=0.005, eps=1e-3, fused=fused)
 
@@ -194,11 +196,21 @@ def _scaled(rank: int, fused: bool) -> None:
         )
         assert_like(model, reference, rtol=2e-2, atol=2e-3)
         assert "_unscale_grads_" not in vars(run.precision_plugin.scaler)
+        run.save_checkpoint(f"{folder}/scaled.ckpt")
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        again = Overflowing(where, optimizer=adam)
+        fit(
+            again,
+            ckpt_path=f"{folder}/scaled.ckpt",
+            max_epochs=2,
+            plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+        )
+        assert again.scales[0] == 512.0
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_r54_t25_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Ranks, fused: bool) -> None:
-    ranks(2, _scaled, fused)
+def test_r54_t25_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Ranks, fused: bool, tmp_path: Path) -> None:
+    ranks(2, _scaled, fused, str(tmp_path))
 
 
 def _precisions(rank: int) -> None:
