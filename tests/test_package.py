@@ -19,6 +19,7 @@ CORE_ORDER = (
     "api",
     "clipping",
     "layout",
+    "planning",
     "bucket",
     "sparse",
     "wire",

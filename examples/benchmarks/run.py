@@ -146,6 +146,10 @@ def measure(rank: int, world: int, store: str, options: argparse.Namespace, out:
         results[name] = {peer.name: {"seconds": times[peer.name], **setup[peer.name], **peer.facts()} for peer in peers}
         if rank == 0:
             show(name, results[name])
+        for peer in peers:
+            if peer.name == "ours":
+                for module in peer.plain:
+                    replicate.state(module).remove()  # or the next model would be a group beside this one
         del peers
     if rank == 0:
         Path(out).write_text(json.dumps(results, indent=1))

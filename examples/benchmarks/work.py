@@ -124,6 +124,7 @@ WORK: dict[str, Work] = {
     "tiny": Work(_tiny, _simple(lambda net, rank, number: net(torch.randn(2, 4)).sum())),
     "mlp": Work(_mlp, _simple(lambda net, rank, number: net(torch.randn(16, 2048)).sum())),
     "encoder": Work(lambda: [_Encoder()], _simple(lambda net, rank, number: net(torch.randn(4, 64, 256)).sum())),
+    "long encoder": Work(lambda: [_Encoder()], _simple(lambda net, rank, number: net(torch.randn(16, 64, 256)).sum())),
     "cnn": Work(lambda: [_Cnn()], _simple(lambda net, rank, number: net(torch.randn(4, 3, 24, 24)).sum())),
     "idle": Work(
         lambda: [_Idle(True)], _simple(lambda net, rank, number: net(torch.randn(16, 1024)).sum()), unused=True

@@ -20,6 +20,12 @@ _BUFFER_SCHEDULES = ("auto", "step", "epoch", "start")
 _MIB = 1024 * 1024
 
 
+BucketCap = Union[float, Literal["auto"]]
+"""Size of a bucket in MiB, or ``"auto"``."""
+
+_DEFAULT_CAP_MIB = 25.0
+
+
 class ReplicateError(RuntimeError):
     """Ranks disagree, or a round of gradient averaging could not be finished."""
 
@@ -29,7 +35,8 @@ class Options:
     """How the parameters of one ``replicate()`` call travel.
 
     Attributes:
-        bucket_cap_mb: Size at which a bucket is closed, in MiB.
+        bucket_cap_mb: Size at which a bucket is closed, in MiB; or ``"auto"``, see
+            :mod:`lightning_replicate.core.planning`.
         reduce_dtype: Data type on the wire; ``None`` keeps the gradient's own.
         average: What the sum over ranks is divided by.
         comm_hook: DDP communication hook ``hook(state, bucket) -> Future``, or ``None``.
@@ -38,7 +45,7 @@ class Options:
         strict_unused: Whether a parameter without a gradient is an error.
     """
 
-    bucket_cap_mb: float = 25.0
+    bucket_cap_mb: BucketCap = 25.0
     reduce_dtype: torch.dtype | None = None
     average: Average = "participants"
     comm_hook: Callable[..., Any] | None = None
@@ -48,8 +55,9 @@ class Options:
 
     def __post_init__(self) -> None:
         cap = self.bucket_cap_mb
-        if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not math.isfinite(cap) or cap <= 0:
-            raise ValueError(f"`bucket_cap_mb` must be a positive number of MiB, got {cap!r}.")
+        number = isinstance(cap, (int, float)) and not isinstance(cap, bool)
+        if cap != "auto" and not (number and math.isfinite(cap) and cap > 0):
+            raise ValueError(f"`bucket_cap_mb` must be a positive number of MiB, or 'auto', got {cap!r}.")
         if self.average not in _AVERAGES:
             raise ValueError(f"`average` must be one of {', '.join(_AVERAGES)}, got {self.average!r}.")
         if self.reduce_dtype is not None and not (
@@ -69,9 +77,15 @@ class Options:
             )
 
     @property
+    def plans_buckets(self) -> bool:
+        """Whether buckets are planned from measurements."""
+        return self.bucket_cap_mb == "auto"
+
+    @property
     def bucket_caps(self) -> tuple[int, ...]:
         """Bucket limits in bytes. The first bucket is small, so that communication starts early in backward."""
-        cap = max(1, int(self.bucket_cap_mb * _MIB))
+        mib = _DEFAULT_CAP_MIB if self.bucket_cap_mb == "auto" else self.bucket_cap_mb
+        cap = max(1, int(mib * _MIB))
         return (min(_MIB, cap), cap)
 
 

@@ -7,14 +7,18 @@ on by all ranks in :meth:`Group.agree` before :meth:`Group.build` makes a new la
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from time import perf_counter
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from lightning_replicate.core import agreement
 from lightning_replicate.core.api import BucketPlan, Options, Plan
 from lightning_replicate.core.bucket import Bucket, Slot
 from lightning_replicate.core.layout import ParamSpec, assign_buckets
+from lightning_replicate.core.planning import Arrivals, MessageCost, cut
 from lightning_replicate.core.sparse import SparseBucket
 from lightning_replicate.core.wire import Wire
 
@@ -66,6 +70,7 @@ class Group:
         self._frozen: set[Slot] = set()
         self._frozen_rounds = 0
         self._numbered = 0
+        self._boundaries: list[int] = []  # how many parameters each bucket holds, where that was planned
 
     def set_options(self, options: Options) -> None:
         """Changes how gradients travel. The layout must be built anew."""
@@ -185,6 +190,36 @@ class Group:
         self._order = [*members, *(slot for slot in self._order if slot not in placed)]
         self.build()
 
+    def plan_buckets(self, arrivals: Arrivals) -> None:
+        """Takes over the first rank's plan of buckets (``bucket_cap_mb="auto"``). Collective.
+
+        Args:
+            arrivals: When gradients arrived on this rank.
+        """
+        members = self.members()
+        if any(slot.param.device.type != "cpu" for slot in members):
+            return  # the host's clock does not tell when a device has a gradient
+        cost = self._measure_messages()
+        counts = cut(arrivals.typical([slot.number for slot in members]), [slot.param.nbytes for slot in members], cost)
+        padded = [*counts, *[0] * (len(members) - len(counts))]
+        agreed = agreement.broadcast_order(padded, len(members), self._groups.control)
+        self._boundaries = [count for count in agreed or () if count > 0]
+        self.build()
+
+    def _measure_messages(self) -> MessageCost:
+        """Times messages on the process group of the gradients. Collective; takes some messages of 2 MiB."""
+        measured = []
+        for nbytes in (16 * 1024, 2 * 1024 * 1024):
+            message = torch.zeros(nbytes, dtype=torch.uint8)
+            times = []
+            for _ in range(4):
+                agreement.union([False], self._groups.control)  # begin together
+                start = perf_counter()
+                self.wire.send_for_timing(message)
+                times.append(perf_counter() - start)
+            measured.append((nbytes, min(times)))
+        return MessageCost.fit(measured[0], measured[1])
+
     def members(self) -> list[Slot]:
         """What belongs into the layout, in launch order: all that is trainable, or was until recently."""
         leaving = self._frozen if self._frozen_rounds >= _FROZEN_ROUNDS else set()
@@ -196,12 +231,14 @@ class Group:
 
     def buckets_of(self, slots: Sequence[Slot]) -> list[Bucket | SparseBucket]:
         """Packs parameters into new buckets."""
-        assigned = assign_buckets(
-            [slot.param.nbytes for slot in slots],
-            [(slot.param.dtype, slot.param.device) for slot in slots],
-            self.options.bucket_caps,
-            apart=[slot.sparse for slot in slots],
-        )
+        kinds = [(slot.param.dtype, slot.param.device) for slot in slots]
+        apart = [slot.sparse for slot in slots]
+        if sum(self._boundaries) == len(slots) and len(set(kinds)) == 1 and not any(apart):
+            ends = list(accumulate(self._boundaries))
+            assigned = [list(range(end - count, end)) for end, count in zip(ends, self._boundaries, strict=True)]
+        else:
+            sizes = [slot.param.nbytes for slot in slots]
+            assigned = assign_buckets(sizes, kinds, self.options.bucket_caps, apart=apart)
         buckets: list[Bucket | SparseBucket] = []
         for index, chunk in enumerate(assigned):
             packed = [slots[i] for i in chunk]

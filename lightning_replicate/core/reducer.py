@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from lightning_replicate.core import agreement
 from lightning_replicate.core.api import Options, ReplicateError, RoundStats
 from lightning_replicate.core.bucket import Bucket, Slot, Totals
 from lightning_replicate.core.group import Group
+from lightning_replicate.core.planning import Arrivals
 from lightning_replicate.core.sparse import SparseBucket
 from lightning_replicate.core.wire import Round
 
@@ -37,11 +39,12 @@ class _Tally:
     leads back to their parameter.
     """
 
-    __slots__ = ("arrivals", "dirty", "keeps_apart", "scale")
+    __slots__ = ("arrivals", "dirty", "keeps_apart", "scale", "times")
 
     def __init__(self) -> None:
         self.dirty = False
         self.arrivals: list[int] | None = []  # numbers of slots; None once the order of arrival is agreed
+        self.times: list[float] | None = None  # when they arrived, where that is wanted
         self.scale = 1.0  # for gradients as they arrive
         self.keeps_apart = False  # whether earlier rounds' gradients are set aside
 
@@ -78,6 +81,8 @@ class Reducer(Group):
         self._sent = [0, 0, 0, 0]  # bytes, collectives, early, late
         self._missed: list[Slot] = []
         self._participants: int | None = None
+        self._arrivals: Arrivals | None = None  # what a plan of buckets is made from, until it is made
+        self._look_at_arrivals()
         self._unread: Callable[[], Totals] | None = None  # the last round's totals, while nobody waited for them
 
     @property
@@ -263,6 +268,7 @@ class Reducer(Group):
             )
         if totals.signal > 0 and not self._said.signal:
             self.agree(broadcast=self.broadcast)
+            self._boundaries = []
             self.build()
 
     def _follow_the_model(self) -> None:
@@ -276,8 +282,8 @@ class Reducer(Group):
             for bucket in self.buckets_of(second_pass):
                 self.launch(bucket, early=False)
                 self._missed += self._finish(bucket)
+            self._look_at_arrivals()
             self.build()
-            self._tally.arrivals = []
 
     def _prepare_second_pass(self, slot: Slot) -> None:
         param = slot.param
@@ -302,9 +308,27 @@ class Reducer(Group):
         arrived = [positions[number] for number in dict.fromkeys(arrivals) if number in positions]
         mine = list(dict.fromkeys([*arrived, *range(len(members))])) if arrived else None
         agreed = agreement.broadcast_order(mine, len(members), self.channel.control)
+        times, self._tally.times = self._tally.times, None
         self._tally.arrivals = None if agreed is not None else []
         if agreed is not None:
             self.reorder([members[index] for index in agreed])
+        if self._arrivals is not None and times is not None:
+            if agreed is not None:
+                self._arrivals.note(arrivals, times)
+            if self._arrivals.enough:
+                self.plan_buckets(self._arrivals)
+                self._arrivals = None
+            else:
+                self._tally.arrivals, self._tally.times = [], []
+
+    # ---- bucket_cap_mb="auto" ---------------------------------------------------------------------------------
+
+    def _look_at_arrivals(self) -> None:
+        """Notes in which order gradients arrive in the next round; and when, in the next rounds, to plan buckets."""
+        self._tally.arrivals = []
+        self._boundaries = []
+        if self.options.plans_buckets:
+            self._arrivals, self._tally.times = Arrivals(), []
 
     def adopt_order(self, names: Sequence[str]) -> None:
         """Takes over the order that an earlier run agreed on, if it holds the same parameters. On all ranks alike."""
@@ -362,6 +386,8 @@ def _gradient_hook(slot: Slot, tally: _Tally, channel: Channel) -> Callable[[tor
             channel.enter(task_id())
         if tally.arrivals is not None:
             tally.arrivals.append(number)
+            if tally.times is not None:
+                tally.times.append(perf_counter())
         bucket = slot.bucket
         if bucket is None or slot.stale:
             return

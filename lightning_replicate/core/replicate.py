@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_replicate import _private
 from lightning_replicate.core import agreement
-from lightning_replicate.core.api import Average, BufferChoice, Options
+from lightning_replicate.core.api import Average, BucketCap, BufferChoice, Options
 from lightning_replicate.core.channel import Channel
 from lightning_replicate.core.collect import collect, is_fsdp1, slot_of, validate_parameters
 from lightning_replicate.core.layout import ParamSpec
@@ -35,7 +35,7 @@ class _Replicate:
         process_group: dist.ProcessGroup | None = None,
         ignored_modules: Iterable[nn.Module] = (),
         ignored_params: Iterable[nn.Parameter] = (),
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: BucketCap = 25.0,
         reduce_dtype: torch.dtype | None = None,
         average: Average = "participants",
         comm_hook: Callable[..., Any] | None = None,
@@ -62,6 +62,8 @@ class _Replicate:
             ignored_modules: Submodules to leave alone, with all that is in them.
             ignored_params: Parameters to leave alone.
             bucket_cap_mb: Gradients are sent in buckets of about this size, in MiB. The first is at most 1 MiB.
+                ``"auto"`` measures in the first three rounds when gradients arrive and what messages cost, and cuts
+                where the round ends first (on CPUs; elsewhere it is 25).
             reduce_dtype: Data type in which gradients travel, ``torch.bfloat16`` for instance. Default: their own.
             average: What the sum of the ranks' gradients is divided by. ``"participants"``: the number of ranks that
                 had a backward in this round. ``"world"``: the number of ranks. ``"sum"``: one. ``"weighted"``: the

@@ -169,6 +169,10 @@ class Wire:
             tensor = torch.view_as_real(tensor)
         return dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.process_group, async_op=True)
 
+    def send_for_timing(self, message: torch.Tensor) -> None:
+        """Sends a message like a bucket, and waits for it. Collective."""
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.process_group)
+
     @torch.no_grad()
     def finish(self, bucket: Bucket | SparseBucket) -> tuple[int, int]:
         """Waits for the bucket and turns the sum into the average.

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_replicate import _private
 from lightning_replicate.core.agreement import union
-from lightning_replicate.core.api import Average, BufferChoice, Options, Plan
+from lightning_replicate.core.api import Average, BucketCap, BufferChoice, Options, Plan
 from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.replicate import states_in
 from lightning_replicate.core.state import ReplicateState
@@ -62,7 +62,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         offload_policy: ``fully_shard``'s offload policy, for everything in ``shard``.
         save_distributed_checkpoint: Whether a checkpoint is a folder into which every rank writes its part, instead of
             one ordinary file that rank 0 writes.
-        bucket_cap_mb: Gradients are sent in buckets of about this size, in MiB.
+        bucket_cap_mb: Gradients are sent in buckets of about this size, in MiB; ``"auto"`` measures and plans them.
         reduce_dtype: Data type in which gradients travel. Default: their own.
         average: What the sum of the ranks' gradients is divided by: ``"participants"`` (the ranks that had a loss in
             this step), ``"world"``, ``"sum"`` or ``"weighted"``.
@@ -117,7 +117,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         reshard_after_forward: Union[bool, int, None] = None,
         offload_policy: Union[CPUOffloadPolicy, OffloadPolicy, None] = None,
         save_distributed_checkpoint: bool = False,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: BucketCap = 25.0,
         reduce_dtype: Optional[torch.dtype] = None,
         average: Average = "participants",
         skipped_steps: SkippedSteps = "participants",

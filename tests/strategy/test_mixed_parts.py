@@ -115,7 +115,7 @@ def _blocks(rank: int) -> None:
     assert_like(model, reference, rtol=3e-2, atol=3e-2)
 
 
-def test_r48_checkpointed_compiled_offloaded_and_half_precision_blocks(ranks: Ranks) -> None:
+def test_r48_c6_checkpointed_compiled_offloaded_and_half_precision_blocks(ranks: Ranks) -> None:
     ranks(2, _blocks)
 
 
@@ -135,6 +135,30 @@ def _hook(rank: int) -> None:
 
 def test_r64_a_hook_on_the_replicated_part_alone(ranks: Ranks) -> None:
     ranks(2, _hook)
+
+
+def _plain(rank: int) -> None:
+    model = Mixed()
+    before = {name: param for name, param in model.named_parameters() if "trunk" not in name}
+    replicated: dict[str, Any] = {}
+
+    class Looks(Mixed):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            if self.global_step == 3:
+                replicated.update((name, (p, p.grad)) for name, p in self.named_parameters() if "trunk" not in name)
+
+    model.__class__ = Looks
+    trainer(ReplicateStrategy(shard="net.trunk.*")).fit(model)
+    assert {name: id(param) for name, (param, _) in replicated.items()} == {n: id(p) for n, p in before.items()}
+    assert all(type(param) is nn.Parameter and type(grad) is Tensor for param, grad in replicated.values())
+    # one copy of the gradients: views into one bucket
+    assert len({grad.untyped_storage().data_ptr() for _, grad in replicated.values()}) == 1
+    for name, value in model.state_dict().items():
+        assert isinstance(value, DTensor) == ("trunk" in name)
+
+
+def test_t28_t33_c7_replicated_parameters_stay_plain_tensors(ranks: Ranks) -> None:
+    ranks(2, _plain)
 
 
 # ---- callbacks ------------------------------------------------------------------------------------------------------
@@ -218,7 +242,7 @@ def _tensor_parallel(rank: int) -> None:
         trainer().fit(Mixed(by_hand))
 
 
-def test_r50_tensor_parallel_parameters_are_refused(ranks: Ranks) -> None:
+def test_r50_t09_tensor_parallel_parameters_are_refused(ranks: Ranks) -> None:
     ranks(2, _tensor_parallel)
 
 
