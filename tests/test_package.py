@@ -142,6 +142,7 @@ def test_the_name_works_without_an_import_of_ours(twin: str) -> None:
     assert "ReplicateStrategy" in _trainer(twin, before="import torch, lightning")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["replicate_spawn", "replicate_fork", "replicate_notebook"])
 def test_aliases(name: str) -> None:
     done = _python(

@@ -71,6 +71,7 @@ def _resume_from_single(rank: int, folder: str) -> None:
     assert_ranks_equal(list(model.parameters()))
 
 
+@pytest.mark.slow
 def test_r60_resume_across_strategies_and_world_sizes(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _resume, str(tmp_path))
     ranks(1, _resume_alone, str(tmp_path))

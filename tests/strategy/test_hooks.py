@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
@@ -68,6 +69,7 @@ def _other_world(rank: int, folder: str) -> None:
     assert_ranks_equal(list(resumed.parameters()))
 
 
+@pytest.mark.slow
 def test_r64_power_sgd_resumes_exactly(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2, _power_sgd, str(tmp_path))
     ranks(3, _other_world, str(tmp_path))

@@ -21,6 +21,8 @@ from tests.ranks import Ranks
 from tests.strategy.helpers import Batches, trainer
 from tests.strategy.test_mixed import Mixed, full
 
+pytestmark = pytest.mark.slow
+
 SHARD: dict[str, Any] = {"shard": ["net.trunk.*", "net.head"]}
 
 
@@ -95,7 +97,6 @@ def _unbroken(rank: int) -> list[Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
-@pytest.mark.slow
 def test_r59_r60_the_matrix(ranks: Ranks, tmp_path: Path) -> None:
     several = ["ddp", "replicate", "mixed", "folder", "parallel"]
     unbroken = ranks(1, _unbroken)[0]

@@ -115,6 +115,7 @@ def _blocks(rank: int) -> None:
     assert_like(model, reference, rtol=3e-2, atol=3e-2)
 
 
+@pytest.mark.slow
 def test_r48_c6_checkpointed_compiled_offloaded_and_half_precision_blocks(ranks: Ranks) -> None:
     ranks(2, _blocks)
 

@@ -223,6 +223,7 @@ def _precisions(rank: int) -> None:
         assert_same(values, [p.detach() for p in reference.parameters()], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_r54_precisions(ranks: Ranks) -> None:
     ranks(2, _precisions)
 
@@ -277,6 +278,7 @@ def _optimizers(rank: int) -> None:
             assert [group["lr"] for group in used.param_groups] == [group["lr"] for group in optimizer.param_groups]
 
 
+@pytest.mark.slow
 def test_r53_optimizers_over_both_kinds_in_each_group(ranks: Ranks) -> None:
     ranks(2, _optimizers)
 

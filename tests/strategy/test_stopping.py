@@ -75,7 +75,7 @@ def _everywhere(rank: int, world: int) -> None:
         assert_trained_like(model, by_hand(mlp(4, 5, 2), _loss, expected, world=world))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_r35_should_stop_on_one_rank_alone(ranks: Ranks, world: int) -> None:
     ranks(world, _everywhere, world)
 
