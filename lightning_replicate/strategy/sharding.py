@@ -205,7 +205,7 @@ class ByHand:
                 [names[module] for module in state.modules],
                 state.options,
                 [names[module] for module in state.ignored_modules],
-                [names[param] for param in state.ignored_params],
+                [names[param] for param in state.ignored_params if param in names],  # others were sharded since
             )
             for state in states
         ]
