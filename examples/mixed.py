@@ -103,7 +103,7 @@ def continue_alone(path: str, options: Any) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(__doc__, arguments, epochs=4)
+    options = parse(__doc__, arguments, epochs=3)
     if os.environ.get("CONTINUE_FROM"):
         continue_alone(os.environ["CONTINUE_FROM"], options)
         return

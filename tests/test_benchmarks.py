@@ -28,7 +28,6 @@ def test_a_short_run_of_the_benchmark(tmp_path: Path) -> None:
         "run.py",
         "idle",
         "gan",
-        "accumulate",
         "--turns",
         "2",
         "--turn",
