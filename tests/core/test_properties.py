@@ -19,7 +19,7 @@ from lightning_replicate import replicate
 from tests.core.helpers import assert_ranks_equal, assert_same, data, local_grads, seeded
 from tests.ranks import Ranks
 
-CASES = 320
+CASES = 200
 WIDTH = 3
 
 
