@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lightning_replicate import _private
 from lightning_replicate.core.api import ReplicateError
@@ -183,9 +182,7 @@ def _cut(value: Any, like: Any) -> Any:
 
 
 def _cut_optimizer_state(state: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    by_number: dict[Any, nn.Parameter] = dict(zip(numbers, params, strict=False))
+    by_number = folder.params_by_number(optimizer, state, strict=False)
     values = {
         number: {key: _cut(value, by_number.get(number)) for key, value in entry.items()}
         if isinstance(entry, dict)

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_replicate.strategy.marking import parameters_of_optimizers
+
 _META = "meta.pt"
 
 
@@ -34,7 +36,21 @@ def remove(path: Any) -> None:
 
 def plain_names(state: dict[str, Any]) -> dict[str, Any]:
     """A module's state under the names that it has without ``torch.compile`` around submodules."""
-    return like(state, {key.replace("_orig_mod.", ""): value for key, value in state.items()})
+    return like(state, {_plain_name(key): value for key, value in state.items()})
+
+
+def _plain_name(name: str) -> str:
+    return name.replace("_orig_mod.", "")
+
+
+def _names_of(module: nn.Module) -> dict[nn.Parameter, str]:
+    return {param: _plain_name(name) for name, param in module.named_parameters()}
+
+
+def params_by_number(optimizer: Any, state: Mapping[str, Any], *, strict: bool) -> dict[Any, nn.Parameter]:
+    """The optimizer's parameters by their numbers in a state of it; ``strict`` if it has as many for certain."""
+    numbers = (number for group in state["param_groups"] for number in group["params"])
+    return dict(zip(numbers, parameters_of_optimizers([optimizer]), strict=strict))
 
 
 def like(state: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -53,10 +69,8 @@ def named_optimizer_state(module: nn.Module, optimizer: Any, state: dict[str, An
         optimizer: The optimizer.
         state: Its ``state_dict()``.
     """
-    names = {param: name.replace("_orig_mod.", "") for name, param in module.named_parameters()}
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    by_number = {number: names[param] for number, param in zip(numbers, params, strict=True)}
+    names = _names_of(module)
+    by_number = {number: names[param] for number, param in params_by_number(optimizer, state, strict=True).items()}
     return {
         "state": {by_number.get(number, number): entry for number, entry in state["state"].items()},
         "param_groups": [
@@ -136,9 +150,9 @@ def load(path: Any, module: nn.Module, optimizers: Sequence[Any], *, weights_onl
 
 def _places_for(prefix: str, saved: Mapping[str, Any], module: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Tensors into which an optimizer's saved state can be read: sharded like its parameters, empty otherwise."""
-    names = {param: name.replace("_orig_mod.", "") for name, param in module.named_parameters()}
+    names = _names_of(module)
     state: dict[str, dict[str, Any]] = {}
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
+    for param in parameters_of_optimizers([optimizer]):
         start = f"{prefix}state.{names[param]}."
         for key, found in saved.items():
             if key.startswith(start):

@@ -32,7 +32,7 @@ def step_by_kind(optimizers: Iterable[Any]) -> Callable[[], None]:
     undone: list[Callable[[], None]] = []
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
-            if not _holds_both_kinds(optimizer):
+            if not _holds_both_kinds(_by_kind(optimizer)):
                 continue
             raise ValueError(
                 "LBFGS joins all parameters into one vector, which is not possible where some are sharded. Use an"
@@ -47,8 +47,13 @@ def step_by_kind(optimizers: Iterable[Any]) -> Callable[[], None]:
     return undo
 
 
-def _holds_both_kinds(optimizer: Any) -> bool:
-    return any(len(by_mesh(group["params"])) > 1 for group in optimizer.param_groups)
+def _by_kind(optimizer: Any) -> list[list[list[torch.Tensor]]]:
+    """The parameters of each group, kind by kind."""
+    return [by_mesh(group["params"]) for group in optimizer.param_groups]
+
+
+def _holds_both_kinds(kinds: list[list[list[torch.Tensor]]]) -> bool:
+    return any(len(parts) > 1 for parts in kinds)
 
 
 def _wrap_step(optimizer: Any) -> Callable[[], None]:
@@ -57,15 +62,17 @@ def _wrap_step(optimizer: Any) -> Callable[[], None]:
 
     @functools.wraps(original)
     def step(_: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        if not _holds_both_kinds(optimizer):
+        kinds = _by_kind(optimizer)
+        if not _holds_both_kinds(kinds):
             return original(closure, **kwargs)
         loss = None
         if closure is not None:  # sees the user's groups
             with torch.enable_grad():
                 loss = closure()
+            kinds = _by_kind(optimizer)  # it may have added a group
         if _overflowed(optimizer):
             return loss
-        with _split_groups(optimizer):
+        with _split_groups(optimizer, kinds):
             original(**kwargs)
         return loss
 
@@ -81,9 +88,11 @@ def _wrap_step(optimizer: Any) -> Callable[[], None]:
 
 
 @contextmanager
-def _split_groups(optimizer: Any) -> Iterator[None]:
+def _split_groups(optimizer: Any, kinds: list[list[list[torch.Tensor]]]) -> Iterator[None]:
     groups = optimizer.param_groups
-    split = [[{**group, "params": params} for params in by_mesh(group["params"])] or [group] for group in groups]
+    split = [
+        [{**group, "params": params} for params in parts] or [group] for group, parts in zip(groups, kinds, strict=True)
+    ]
     optimizer.param_groups = [part for parts in split for part in parts]
     try:
         yield

@@ -94,9 +94,9 @@ def scale_together(scaler: Any) -> Callable[[], None]:
 
 
 def _with_local_gradient(param: torch.Tensor) -> torch.Tensor:
-    if param.grad is None or local_part(param.grad) is param.grad:
+    local = None if param.grad is None else local_part(param.grad)
+    if local is None or local is param.grad:
         return param
-    local = local_part(param.grad)
     stand_in = local.detach()
     stand_in.grad = local
     return stand_in
