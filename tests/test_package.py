@@ -26,6 +26,7 @@ CORE_ORDER = (
     "hook_state",
     "agreement",
     "group",
+    "hooks",
     "reducer",
     "channel",
     "buffers",

@@ -37,6 +37,9 @@ class Totals(NamedTuple):
 _TAIL_EXTRA = len(Totals._fields)
 _WEIGHT = -_TAIL_EXTRA
 
+NEVER = 1 << 60
+"""How many gradients are missing from a bucket that must not leave before backward ends: more than will ever come."""
+
 
 class Slot:
     """One managed parameter: where its gradient goes and what happened to it since the last round.
@@ -47,7 +50,6 @@ class Slot:
         number: Its number within the group, never used again.
         bucket: Its bucket in the agreed layout; ``None`` if it is not in the layout.
         view: Its gradient in the bucket's buffer; ``None`` until the buffer is allocated.
-        address: Where ``view`` starts in memory.
         shape: Shape and strides for which it has its place in the layout.
         used: Whether it received a gradient since the last round.
         stale: Whether the parameter no longer fits its place (other data type, device or shape).
@@ -60,7 +62,6 @@ class Slot:
     __slots__ = (
         "__weakref__",
         "_reducer",
-        "address",
         "base",
         "bucket",
         "hooks",
@@ -81,7 +82,6 @@ class Slot:
         self._reducer = weakref.ref(reducer)
         self.bucket: Any = None  # Bucket or SparseBucket
         self.view: torch.Tensor | None = None
-        self.address = 0
         self.number = -1
         self.used = False
         self.stale = False
@@ -135,8 +135,8 @@ class Bucket:
     Attributes:
         index: Position in the launch order.
         slots: The parameters, in the order in which their gradients lie in the buffer.
-        missing: Trainable parameters that have not received their gradient in this round; never zero for a bucket
-            in which nothing is trainable.
+        missing: Trainable parameters that have not received their gradient in this round; :data:`NEVER` for a bucket
+            in which nothing is trainable, or that must not leave early.
         launched: Whether it left in this round.
         absent: Slots for which this rank had no gradient, each with its old gradient if that must be put back.
     """
@@ -148,7 +148,7 @@ class Bucket:
         self.slots = list(slots)
         self.dtype = first.dtype
         self.device = first.device
-        self.missing = 0
+        self.missing = NEVER
         self.launched = False
         self.absent: list[tuple[Slot, torch.Tensor | None]] = []
         numels = [slot.param.numel() for slot in slots]
@@ -158,6 +158,8 @@ class Bucket:
         self._flat: torch.Tensor | None = None
         self._tail: torch.Tensor | None = None
         self._tail_if_full: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._addresses: list[int] = []
         for slot in slots:
             slot.place(self)
 
@@ -199,7 +201,8 @@ class Bucket:
         self._tail_if_full[_WEIGHT + 1 :] = 0
         for slot, offset in zip(self.slots, self._layout.offsets, strict=True):
             slot.view = view_like(self._flat, offset, slot.param)
-            slot.address = slot.view.data_ptr()
+            self._views.append(slot.view)
+        self._addresses = [view.data_ptr() for view in self._views]
 
     def begin(self, fits: bool) -> None:
         """Starts a round.
@@ -211,7 +214,7 @@ class Bucket:
         if fits:
             self.missing = len(self.slots)
         else:
-            self.missing = sum(slot.param.requires_grad and not slot.stale for slot in self.slots) or -1
+            self.missing = sum(slot.param.requires_grad and not slot.stale for slot in self.slots) or NEVER
 
     @torch.no_grad()
     def fill(self, scale: float, weight: float, *, signal: bool, abort: bool, add_up: bool) -> bool:
@@ -229,37 +232,40 @@ class Bucket:
         Returns:
             Whether a gradient turned out to be sparse: it has no place here, and its slot is stale from now on.
         """
-        payload = self.payload
+        payload = self.payload  # allocates
         self.absent = []
         found_sparse = False
         copies: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         present: list[torch.Tensor] = []
         empty: list[torch.Tensor] = []
-        for slot in self.slots:
-            grad, view = slot.param.grad, slot.view
-            assert view is not None
-            if view.data_ptr() != slot.address:
-                # `Module.half()` and the like put new memory under a gradient and keep the object
-                view = self._renew_view(slot)
+        if list(map(torch.Tensor.data_ptr, self._views)) != self._addresses:
+            self._renew_views()
+        for slot, view in zip(self.slots, self._views, strict=True):
+            param = slot.param
+            grad = param.grad
+            if slot.used and grad is not None and grad.layout is torch.strided and not slot.stale:
+                if grad is view:
+                    present.append(view)
+                else:  # the common case: this loop runs once for each parameter and step
+                    param.grad = view
+                    copies.append(grad)
+                    targets.append(view)
+                continue
             if grad is not None and grad.layout is not torch.strided and not slot.stale:
                 slot.sparse = slot.stale = found_sparse = True
             if grad is None or slot.stale:
                 self._require_nobody_took(slot)
                 self.absent.append((slot, None))
                 empty.append(view)
-            elif not slot.used and add_up:
+            elif add_up:
                 self.absent.append((slot, grad.clone() if grad is view else grad))
                 empty.append(view)
             elif grad is view:
-                if not slot.used:
-                    self.absent.append((slot, view.clone()))
+                self.absent.append((slot, view.clone()))
                 present.append(view)
             else:
-                if slot.used:
-                    slot.param.grad = view
-                else:
-                    self.absent.append((slot, None))
+                self.absent.append((slot, None))
                 copies.append(grad)
                 targets.append(view)
         self._write_tail(weight, signal or found_sparse, abort)
@@ -289,10 +295,17 @@ class Bucket:
                 f" averaged. Step the optimizer after backward, or leave the parameter out of replicate()."
             )
 
-    def _renew_view(self, slot: Slot) -> torch.Tensor:
-        offset = self._layout.offsets[self.slots.index(slot)]
-        slot.view = view_like(self.flat, offset, slot.param)
-        return slot.view
+    def _renew_views(self) -> None:
+        """`Module.half()` and the like put new memory under a gradient and keep the object: makes new views."""
+        assert self._flat is not None
+        self._views = [
+            view if view.data_ptr() == address else view_like(self._flat, offset, slot.param)
+            for slot, view, address, offset in zip(
+                self.slots, self._views, self._addresses, self._layout.offsets, strict=True
+            )
+        ]
+        for slot, view in zip(self.slots, self._views, strict=True):
+            slot.view = view
 
     def _write_tail(self, weight: float, signal: bool, abort: bool) -> None:
         tail = self.tail  # allocates
@@ -318,6 +331,7 @@ class Bucket:
             The slots for which this rank had no gradient.
         """
         self.launched = False
+        self.missing = NEVER
         if add_up:
             for slot in self.slots:
                 if slot.base is not None and slot.view is not None and not slot.stale:

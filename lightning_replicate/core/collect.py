@@ -82,7 +82,7 @@ class Watch:
         return len(now) != len(self._values) or not all(map(operator.is_, now, self._values))
 
     def _now(self) -> list[Any]:
-        return list(chain.from_iterable(held.values() for held in self._dicts))
+        return list(chain.from_iterable(map(dict.values, self._dicts)))
 
 
 def own_parameters(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_replicate.core import agreement
 from lightning_replicate.core.api import BucketPlan, Options, Plan
@@ -65,6 +66,7 @@ class Group:
         self.wire = Wire(groups.gradients, options)
         self._groups = groups
         self._hook = hook
+        self._params: list[nn.Parameter] = []
         self._seen: tuple[list[bool], list[int]] = ([], [])
         self._order: list[Slot] = []
         self._frozen: set[Slot] = set()
@@ -104,14 +106,15 @@ class Group:
     def look_again(self) -> None:
         """Makes the next :meth:`follow` look at every parameter."""
         self._seen = ([], [])
+        self._params = [slot.param for slot in self.slots]
 
     def follow(self) -> None:
         """Notices what the user did to the parameters since last time: frozen, unfrozen, converted, moved.
 
         Local and cheap; what it finds is agreed on at the end of the round.
         """
-        params = [slot.param for slot in self.slots]
-        seen = ([param.requires_grad for param in params], [param.data_ptr() for param in params])
+        params = self._params
+        seen = ([param.requires_grad for param in params], list(map(torch.Tensor.data_ptr, params)))
         if seen == self._seen and not self.wire.adds_up:  # hooks on nodes can be lost where nothing else changes
             return
         self._seen = seen

@@ -12,41 +12,22 @@ arrived from a nested backward, where a parameter may receive more than once.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_replicate import _private
 from lightning_replicate.core import agreement
 from lightning_replicate.core.api import Options, ReplicateError, RoundStats
-from lightning_replicate.core.bucket import Bucket, Slot, Totals
+from lightning_replicate.core.bucket import NEVER, Bucket, Slot, Totals
 from lightning_replicate.core.group import Group
+from lightning_replicate.core.hooks import Tally, gradient_hook, keep_apart_hook
 from lightning_replicate.core.planning import Arrivals
 from lightning_replicate.core.sparse import SparseBucket
 from lightning_replicate.core.wire import Round
 
 if TYPE_CHECKING:
     from lightning_replicate.core.channel import Channel
-
-
-class _Tally:
-    """What the gradient hooks of one group note down and need to know.
-
-    Hooks sit on tensors, where Python's garbage collector does not see them, so they may hold this and nothing that
-    leads back to their parameter.
-    """
-
-    __slots__ = ("arrivals", "dirty", "keeps_apart", "scale", "times")
-
-    def __init__(self) -> None:
-        self.dirty = False
-        self.arrivals: list[int] | None = []  # numbers of slots; None once the order of arrival is agreed
-        self.times: list[float] | None = None  # when they arrived, where that is wanted
-        self.scale = 1.0  # for gradients as they arrive
-        self.keeps_apart = False  # whether earlier rounds' gradients are set aside
 
 
 class Reducer(Group):
@@ -74,7 +55,7 @@ class Reducer(Group):
         self.last_round: RoundStats | None = None
         self.before_round: Callable[[], Any] = lambda: None
         self.after_round: Callable[[], Any] = lambda: None
-        self._tally = _Tally()
+        self._tally = Tally()
         self._saw_nested = False
         self._window = 0.0  # weight of the backwards since the last round
         self._said = Round(1.0)
@@ -108,7 +89,7 @@ class Reducer(Group):
 
     def _hook_parameter(self, slot: Slot) -> None:
         if not slot.hooks:
-            hook = _gradient_hook(slot, self._tally, self.channel)
+            hook = gradient_hook(slot, self._tally, self.channel)
             slot.hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
         if self.wire.adds_up:
             self._tally.keeps_apart = True
@@ -117,9 +98,22 @@ class Reducer(Group):
             node = torch.autograd.graph.get_gradient_edge(slot.param).node
             if node is not slot.node:
                 slot.node = node
-                slot.hooks.append(node.register_prehook(_keep_apart_hook(slot, self._tally)))
+                slot.hooks.append(node.register_prehook(keep_apart_hook(slot, self._tally)))
 
     # ---- while backward runs ----------------------------------------------------------------------------------
+
+    def enter(self, task: int) -> None:
+        """A gradient of this group arrived from another graph task than the last one.
+
+        Raises:
+            ReplicateError: If the round of an earlier backward is still open, because that backward raised.
+        """
+        self._tally.dirty = True
+        if self.channel.task != task:
+            self.channel.enter(task)
+        if self.channel.nested:
+            self.note_nested()
+        self._tally.task = task
 
     def note_backward(self) -> None:
         """Counts one backward of this rank in the window that the next round closes."""
@@ -144,18 +138,18 @@ class Reducer(Group):
         for bucket in self.buckets:
             bucket.begin(self.fits)
             if not early:
-                bucket.missing = -1
+                bucket.missing = NEVER
 
     def hold_last(self) -> None:
         """Keeps the last bucket back until backward ends, so that a rank which fails before can say so in it."""
         if self.buckets:
-            self.buckets[-1].missing = -1
+            self.buckets[-1].missing = NEVER
 
     def note_nested(self) -> None:
         """Remembers that gradients came from a nested backward: no bucket of this rank leaves early any more."""
         self._saw_nested = True
         for bucket in self.buckets:
-            bucket.missing = -1
+            bucket.missing = NEVER
 
     def launch(self, bucket: Bucket | SparseBucket, *, early: bool) -> None:
         """Sends one bucket."""
@@ -165,6 +159,7 @@ class Reducer(Group):
         if found_sparse:
             self.wants_layout = True
             self._said = self._said._replace(signal=True)
+        bucket.missing = 0
         self._sent[0] += nbytes
         self._sent[1] += collectives
         self._sent[2 if early else 3] += 1
@@ -368,57 +363,4 @@ class Reducer(Group):
             slot.release()
         self.slots = []
         self.buckets = []
-
-
-def _gradient_hook(slot: Slot, tally: _Tally, channel: Channel) -> Callable[[torch.Tensor], None]:
-    """The hook on one parameter. It runs once a parameter and backward, so it does next to nothing."""
-    number = slot.number
-    slot_of_hook = weakref.ref(slot)
-    task_id = _private.current_graph_task_id
-    del slot
-
-    def hook(_: torch.Tensor) -> None:
-        slot = slot_of_hook()
-        if slot is None:
-            return
-        slot.used = tally.dirty = True
-        if channel.task != task_id():
-            channel.enter(task_id())
-        if tally.arrivals is not None:
-            tally.arrivals.append(number)
-            if tally.times is not None:
-                tally.times.append(perf_counter())
-        bucket = slot.bucket
-        if bucket is None or slot.stale:
-            return
-        if bucket.launched:
-            raise ReplicateError(
-                f"Parameter {slot.name!r} received a gradient on rank {channel.rank} after its bucket had been sent:"
-                f" it is used both inside and outside of a nested backward (reentrant checkpointing) and that began"
-                f" after the first step. Use `use_reentrant=False`."
-            )
-        if channel.nested:
-            slot.reducer.note_nested()
-            return
-        bucket.missing -= 1
-        if bucket.missing == 0:
-            channel.advance()
-
-    return hook
-
-
-def _keep_apart_hook(slot: Slot, tally: _Tally) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Runs before a gradient is accumulated: sets earlier rounds' gradients aside, and weighs what arrives."""
-    slot_of_hook = weakref.ref(slot)
-    del slot
-
-    def hook(grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        slot = slot_of_hook()
-        if tally.keeps_apart and slot is not None and not slot.used and slot.param.grad is not None:
-            earlier = slot.param.grad
-            slot.base = earlier.clone() if earlier is slot.view else earlier
-            slot.param.grad = None
-        scale = tally.scale
-        return grads if scale == 1.0 else tuple(None if grad is None else grad * scale for grad in grads)
-
-    return hook
+        self.look_again()

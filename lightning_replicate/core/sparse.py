@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_replicate.core.bucket import Slot, Totals
+from lightning_replicate.core.bucket import NEVER, Slot, Totals
 
 _PRESENT, _ROWS, _DENSE, _WEIGHT, _SIGNAL, _ABORT, _SIZE = range(7)
 
@@ -35,7 +35,7 @@ class SparseBucket:
         self.slots = [slot]
         self.dtype = slot.param.dtype
         self.device = slot.param.device
-        self.missing = 0
+        self.missing = NEVER
         self.launched = False
         self._old: torch.Tensor | None = None
         self._local: torch.Tensor | None = None
@@ -53,7 +53,7 @@ class SparseBucket:
         """Starts a round; see :meth:`Bucket.begin`."""
         slot = self.slots[0]
         self.launched = False
-        self.missing = 1 if fits or (slot.param.requires_grad and not slot.stale) else -1
+        self.missing = 1 if fits or (slot.param.requires_grad and not slot.stale) else NEVER
 
     @torch.no_grad()
     def launch(
@@ -152,6 +152,7 @@ class SparseBucket:
             slot.param.grad = grad + earlier if earlier.is_sparse else earlier + grad
         slot.base = self._local = self._old = None
         self.launched = False
+        self.missing = NEVER
         return missed
 
     def read_totals(self) -> Totals:
