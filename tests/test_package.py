@@ -17,6 +17,7 @@ import lightning_replicate
 PACKAGE = Path(lightning_replicate.__file__).parent
 CORE_ORDER = (
     "api",
+    "dtensor",
     "clipping",
     "layout",
     "planning",

@@ -19,12 +19,17 @@ class Work:
         step: ``step(modules, optimizers, rank, number)`` runs one optimizer step.
         unused: Whether some parameters get no gradient, so that stock DDP needs ``find_unused_parameters``.
         accumulate: Backwards in a step; all but the last without synchronization.
+        marks: Which submodules of the one module ``replicate()`` is called on, each in a call of its own, where the
+            others wrap the whole; the module itself if ``None``.
+        optimizers: The parts of the one module that have an optimizer each; the module itself if ``None``.
     """
 
     build: Callable[[], list[nn.Module]]
     step: Callable[..., None]
     unused: bool = False
     accumulate: int = 1
+    marks: Callable[[Any], list[nn.Module]] | None = None
+    optimizers: Callable[[Any], list[nn.Module]] | None = None
 
 
 def _simple(forward: Callable[[nn.Module, int, int], Tensor]) -> Callable[..., None]:
@@ -98,26 +103,38 @@ class _Experts(nn.Module):
         return batch
 
 
-def _gan() -> list[nn.Module]:
-    def net() -> nn.Module:  # about 20 MB
-        return nn.Sequential(nn.Linear(1280, 1280), nn.ReLU(), nn.Linear(1280, 1280), nn.ReLU(), nn.Linear(1280, 1280))
+class _Gan(nn.Module):
+    """Both nets in one module, as in a LightningModule. Each takes about 20 MB."""
 
-    return [net(), net()]
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = (
+            nn.Sequential(nn.Linear(1280, 1280), nn.ReLU(), nn.Linear(1280, 1280), nn.ReLU(), nn.Linear(1280, 1280))
+            for _ in range(2)
+        )
+
+    def forward(self, noise: Tensor, real: Tensor | None) -> Tensor:
+        if real is None:
+            return self.critic(self.generator(noise)).mean().neg()
+        return self.critic(self.generator(noise).detach()).mean() - self.critic(real).mean()
+
+    def parts(self) -> list[nn.Module]:
+        return [self.generator, self.critic]
 
 
 def _gan_step(modules: list[Any], optimizers: list[Any], rank: int, number: int) -> None:
-    generator, critic = modules
+    """Each player's turn, the other one frozen, as `toggle_optimizer` does it."""
+    (net,) = modules
+    of_generator, of_critic = optimizers
     noise, real = torch.randn(8, 1280), torch.randn(8, 1280)
-    optimizers[1].zero_grad()
-    (critic(generator(noise).detach()).mean() - critic(real).mean()).backward()
-    optimizers[1].step()
-    optimizers[0].zero_grad()
-    for param in critic.parameters():
-        param.requires_grad_(False)
-    critic(generator(noise)).mean().neg().backward()
-    for param in critic.parameters():
-        param.requires_grad_(True)
-    optimizers[0].step()
+    for optimizer, frozen, batch in ((of_critic, of_generator, real), (of_generator, of_critic, None)):
+        for param in frozen.param_groups[0]["params"]:
+            param.requires_grad_(False)
+        optimizer.zero_grad()
+        net(noise, batch).backward()
+        optimizer.step()
+        for param in frozen.param_groups[0]["params"]:
+            param.requires_grad_(True)
 
 
 WORK: dict[str, Work] = {
@@ -130,7 +147,7 @@ WORK: dict[str, Work] = {
         lambda: [_Idle(True)], _simple(lambda net, rank, number: net(torch.randn(16, 1024)).sum()), unused=True
     ),
     "not idle": Work(lambda: [_Idle(False)], _simple(lambda net, rank, number: net(torch.randn(16, 1024)).sum())),
-    "gan": Work(_gan, _gan_step, unused=True),
+    "gan": Work(lambda: [_Gan()], _gan_step, unused=True, marks=_Gan.parts, optimizers=_Gan.parts),
     "accumulate": Work(_mlp, _simple(lambda net, rank, number: net(torch.randn(4, 2048)).sum()), accumulate=4),
     "experts": Work(
         lambda: [_Experts()],
@@ -140,3 +157,29 @@ WORK: dict[str, Work] = {
         unused=True,
     ),
 }
+
+
+def tensors(count: int, elements: int) -> Work:
+    """A chain of ``count`` scale vectors that hold ``elements`` numbers together: little to compute, much to count."""
+
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList(nn.Parameter(torch.ones(elements // count)) for _ in range(count))
+
+        def forward(self, batch: Tensor) -> Tensor:
+            for scale in self.scales:
+                batch = batch * scale
+            return batch
+
+    return Work(lambda: [Scales()], _simple(lambda net, rank, number: net(torch.ones(elements // count)).sum()))
+
+
+def groups(count: int) -> Work:
+    """Sixteen linear layers, of which ``replicate()`` is called on ``count`` equal parts."""
+
+    def build() -> list[nn.Module]:
+        size = 16 // count
+        return [nn.Sequential(*[nn.Sequential(*[nn.Linear(128, 128) for _ in range(size)]) for _ in range(count)])]
+
+    return Work(build, _simple(lambda net, rank, number: net(torch.randn(8, 128)).sum()), marks=list)

@@ -7,35 +7,22 @@ the same number on all ranks, and that of one process.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from lightning_replicate import _private
+from lightning_replicate.core.dtensor import by_mesh, is_dtensor, local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     return [param.grad for param in listed if param.grad is not None]
-
-
-def by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Groups tensors that torch can handle in one call: plain ones, and those of each device mesh."""
-    from torch.distributed.tensor import DTensor
-
-    groups: dict[object, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
-    return list(groups.values())
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
@@ -60,14 +47,12 @@ def total_grad_norm(
     Raises:
         RuntimeError: If the norm is not finite and ``error_if_nonfinite`` is set. On all ranks.
     """
-    from torch.distributed.tensor import DTensor
-
     norms: list[torch.Tensor] = []
     for group in by_mesh(_gradients(parameters)):
         norm = nn.utils.get_total_norm(group, norm_type, foreach=foreach)
         # offloaded gradients are where their mesh cannot send them from
-        if isinstance(norm, DTensor):
-            norm = cast(DTensor, norm.to(norm.device_mesh.device_type)).full_tensor()
+        if is_dtensor(norm):
+            norm = cast("DTensor", norm.to(norm.device_mesh.device_type)).full_tensor()
         norms.append(norm)
     if not norms:
         return torch.tensor(0.0)

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_replicate import _private
 from lightning_replicate.core.bucket import Slot
+from lightning_replicate.core.dtensor import is_dtensor
 from lightning_replicate.core.marks import FUNCTION_NAME
 
 slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
@@ -130,8 +131,6 @@ def validate_parameters(params: Iterable[tuple[str, nn.Parameter]], modules: Seq
         ValueError: If one is uninitialized (a lazy module), on the meta device, a DTensor, or has an optimizer that
             runs in backward.
     """
-    from torch.distributed.tensor import DTensor
-
     for name, param in params:
         if nn.parameter.is_lazy(param):
             raise ValueError(
@@ -148,7 +147,7 @@ def validate_parameters(params: Iterable[tuple[str, nn.Parameter]], modules: Seq
                 f"Parameter {name!r} is on the meta device and holds no values. Give the module memory first"
                 f" (`module.to_empty(device=...)`, then its initialization)."
             )
-        if isinstance(param, DTensor):
+        if is_dtensor(param):
             owners = ", ".join(type(module).__name__ for module in modules)
             raise ValueError(
                 f"Parameter {name!r} is a DTensor: a parent of it was sharded with `fully_shard`, or it is tensor-"

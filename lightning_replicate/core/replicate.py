@@ -15,6 +15,7 @@ from lightning_replicate.core import agreement
 from lightning_replicate.core.api import Average, BucketCap, BufferChoice, Options
 from lightning_replicate.core.channel import Channel
 from lightning_replicate.core.collect import collect, is_fsdp1, slot_of, validate_parameters
+from lightning_replicate.core.dtensor import is_dtensor
 from lightning_replicate.core.layout import ParamSpec
 from lightning_replicate.core.marks import FUNCTION_NAME
 from lightning_replicate.core.state import ReplicateState
@@ -243,8 +244,6 @@ def equalize(
     Raises:
         ReplicateError: On all ranks, if they hold different parameters or buffers.
     """
-    from torch.distributed.tensor import DTensor
-
     if dist.get_world_size(process_group) == 1:
         return
     walked = {module for state in states_in(root) for module in state.managed_modules()}
@@ -256,7 +255,7 @@ def equalize(
         if module not in walked:
             own.update(_private.buffers_of(module))
         for key, tensor in own.items():
-            if tensor is None or tensor in keep or isinstance(tensor, DTensor) or slot_of(tensor) is not None:
+            if tensor is None or tensor in keep or is_dtensor(tensor) or slot_of(tensor) is not None:
                 continue
             rest[f"{name}.{key}" if name else key] = tensor
     channel = Channel.of(process_group)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lightning_replicate import _private
 from lightning_replicate.core.api import ReplicateError
+from lightning_replicate.core.dtensor import is_dtensor
 from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy import folder
 
@@ -42,7 +43,7 @@ class Checkpoints:
         state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
         if self._save_distributed_checkpoint:
             return folder.plain_names(state)
-        if any(map(_is_sharded, state.values())):
+        if any(map(is_dtensor, state.values())):
             return self._gathered(folder.plain_names(state))
         return state
 
@@ -55,7 +56,7 @@ class Checkpoints:
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """Sharded tensors made whole on rank 0; other ranks take part and keep none. Collective if any is sharded."""
-        whole = {key: self._gather(value) if _is_sharded(value) else value for key, value in state.items()}
+        whole = {key: self._gather(value) if is_dtensor(value) else value for key, value in state.items()}
         return folder.like(state, whole)
 
     def _gather(self, tensor: Any) -> torch.Tensor:
@@ -128,8 +129,8 @@ class Checkpoints:
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})  # type: ignore[misc]
         for optimizer in self.optimizers:  # Lightning has moved all of it to the device
             for param, entry in optimizer.state.items():
-                if _is_sharded(param) and isinstance(entry, dict):
-                    entry.update({k: v.to(param.device) for k, v in entry.items() if _is_sharded(v)})
+                if is_dtensor(param) and isinstance(entry, dict):
+                    entry.update({k: v.to(param.device) for k, v in entry.items() if is_dtensor(v)})
         extra = checkpoint.get(_KEY)
         if extra:
             self._load_hook_states(extra)
@@ -165,15 +166,9 @@ def _entries(state: Mapping[str, Any]) -> Iterable[tuple[Any, Any]]:
     return state["state"].items() if isinstance(state.get("state"), dict) else ()
 
 
-def _is_sharded(value: Any) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
-
-
 def _cut(value: Any, like: Any) -> Any:
     """This rank's part of a whole tensor, where ``like`` is sharded. Every rank has the whole, nothing is sent."""
-    if not _is_sharded(like) or _is_sharded(value) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+    if not is_dtensor(like) or is_dtensor(value) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
         return value
     from torch.distributed.tensor import distribute_tensor
 

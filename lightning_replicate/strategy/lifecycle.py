@@ -192,7 +192,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         self._lockstep: Lockstep | None = None
         self._shard_buffers: BufferSync | None = None
         self._shards_skip = False
-        self._without_grad: list[nn.Parameter] = []
+        self._without_grad: list[torch.Tensor] = []
         self._unscaled: list[Any] = []
         self._undo: list[Callable[[], Any]] = []
         self._restore_late = False

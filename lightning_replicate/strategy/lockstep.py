@@ -11,7 +11,7 @@ gradients are undefined, and the modules reduce zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_replicate import _private
 from lightning_replicate.core.api import ReplicateError
+from lightning_replicate.core.dtensor import is_dtensor
 
 _AT_END, _SKIPS = -1, -2
 
@@ -147,11 +148,9 @@ class Lockstep:
         return "is at the step's end" if place == _AT_END else f"is about to run {self._names[place]!r}"
 
 
-def _sharded_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    from torch.distributed.tensor import DTensor
-
+def _sharded_parameters(modules: Iterable[nn.Module]) -> Sequence[torch.Tensor]:
     params = {param: None for module in modules for param in module.parameters()}
-    return [param for param in params if isinstance(param, DTensor)]
+    return [param for param in params if is_dtensor(param)]
 
 
 class _Anchor(torch.autograd.Function):

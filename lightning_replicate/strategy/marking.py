@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_replicate import _private
 from lightning_replicate.core.api import Options
+from lightning_replicate.core.dtensor import is_dtensor
 from lightning_replicate.core.replicate import apply, equalize, states_in
 from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy.selection import Patterns, Selection, select
@@ -95,13 +96,11 @@ def require_managed(optimizers: Iterable[Any], root: nn.Module, managed: Set[nn.
     Raises:
         ValueError: With the names of those that are neither.
     """
-    from torch.distributed.tensor import DTensor
-
     names = {param: name for name, param in root.named_parameters()}
     unmanaged = [
         names.get(param, f"a parameter of shape {tuple(param.shape)} that is not, or no longer, in the model")
         for param in parameters_of_optimizers(optimizers)
-        if param.requires_grad and param not in managed and not isinstance(param, DTensor)
+        if param.requires_grad and param not in managed and not is_dtensor(param)
     ]
     if not unmanaged:
         return

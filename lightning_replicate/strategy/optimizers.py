@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_replicate.core.clipping import by_mesh, local_part
+from lightning_replicate.core.dtensor import by_mesh, local_part
 
 
 def step_by_kind(optimizers: Iterable[Any]) -> Callable[[], None]:

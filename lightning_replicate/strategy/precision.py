@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_replicate import _private
-from lightning_replicate.core.clipping import clip_grad_norm_, clip_grad_value_, local_part
+from lightning_replicate.core.clipping import clip_grad_norm_, clip_grad_value_
+from lightning_replicate.core.dtensor import local_part
 from lightning_replicate.strategy.marking import parameters_of_optimizers
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_replicate import _private
+from lightning_replicate.core.dtensor import is_dtensor
 from lightning_replicate.core.replicate import apply, equalize
 from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy.selection import Pattern, Patterns, Selection, select
@@ -73,9 +74,7 @@ def sharded_modules(root: nn.Module) -> dict[str, Any]:
 
 def has_sharded_parameters(root: nn.Module) -> bool:
     """Whether any parameter is a ``DTensor``."""
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(param, DTensor) for param in root.parameters())
+    return any(is_dtensor(param) for param in root.parameters())
 
 
 def shard(
@@ -244,11 +243,9 @@ def prepare(modules: Iterable[Any]) -> None:
 
 def move_plain(root: nn.Module, device: torch.device) -> None:
     """Moves all but sharded parameters, which are where their policy wants them."""
-    from torch.distributed.tensor import DTensor
-
     for module in root.modules():
         for param in _private.parameters_of(module).values():
-            if param is not None and not isinstance(param, DTensor) and param.device != device:
+            if param is not None and not is_dtensor(param) and param.device != device:
                 param.data = param.data.to(device)
         buffers = _private.buffers_of(module)
         buffers.update({key: buffer if buffer is None else buffer.to(device) for key, buffer in buffers.items()})
