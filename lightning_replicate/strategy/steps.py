@@ -44,7 +44,7 @@ class Steps:
         _shards_skip: bool
         _shard_buffers: BufferSync | None
         _step_in_lockstep: Callable[[Lockstep, Callable[[], Any]], Any]
-        _without_grad: list[nn.Parameter]
+        _without_grad: list[torch.Tensor]
         _unscaled: list[Any]
         _skipped_steps: SkippedSteps
         _uneven_inputs: UnevenInputs
