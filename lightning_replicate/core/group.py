@@ -203,7 +203,8 @@ class Group:
         if any(slot.param.device.type != "cpu" for slot in members):
             return  # the host's clock does not tell when a device has a gradient
         cost = self._measure_messages()
-        counts = cut(arrivals.typical([slot.number for slot in members]), [slot.param.nbytes for slot in members], cost)
+        sizes = [self.wire.nbytes(slot.param) for slot in members]
+        counts = cut(arrivals.typical([slot.number for slot in members]), sizes, cost)
         padded = [*counts, *[0] * (len(members) - len(counts))]
         agreed = agreement.broadcast_order(padded, len(members), self._groups.control)
         self._boundaries = [count for count in agreed or () if count > 0]

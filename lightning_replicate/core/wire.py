@@ -120,6 +120,15 @@ class Wire:
         exact = [_EXACT_COUNT[kind] for kind in (self.options.reduce_dtype, dtype) if kind in _EXACT_COUNT]
         return bool(exact) and (self.options.average == "weighted" or self.world_size > min(exact))
 
+    def _dtype_on_the_wire(self, dtype: torch.dtype) -> torch.dtype:
+        """In which data type gradients of this one travel."""
+        reduce_dtype = self.options.reduce_dtype
+        return dtype if reduce_dtype is None or dtype.is_complex else reduce_dtype
+
+    def nbytes(self, param: torch.Tensor) -> int:
+        """How many bytes the parameter's gradient takes on the wire."""
+        return param.numel() * self._dtype_on_the_wire(param.dtype).itemsize
+
     def launch(self, bucket: Bucket | SparseBucket, said: Round, last: bool) -> tuple[int, int, bool]:
         """Fills the bucket and starts its reduction.
 
@@ -151,10 +160,10 @@ class Wire:
                 with suppress(Exception):
                     future.wait()  # raises again in finish()
         else:
-            reduce_dtype = self.options.reduce_dtype
             sent = bucket.flat
-            if reduce_dtype is not None and reduce_dtype != bucket.dtype and not bucket.dtype.is_complex:
-                sent = wire_tensor = sent.to(reduce_dtype)
+            dtype = self._dtype_on_the_wire(bucket.dtype)
+            if dtype != bucket.dtype:
+                sent = wire_tensor = sent.to(dtype)
             works.append(self._all_reduce(sent))
         nbytes, collectives = sent.nbytes, 1
         if self.tail_apart(bucket.dtype):
