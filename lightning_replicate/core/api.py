@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args
 
@@ -114,11 +114,24 @@ class Plan:
         buckets: The buckets, in the order in which they are launched.
         world_size: Number of ranks that average together.
         frozen: Names of managed parameters that do not require gradients and so are in no bucket.
+        idle: Names of parameters that no rank has used for many rounds. They are in no bucket and cost nothing, until a
+            rank uses them.
     """
 
     buckets: tuple[BucketPlan, ...]
     world_size: int
     frozen: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+
+    @classmethod
+    def joined(cls, plans: Sequence[Plan], world_size: int) -> Plan:
+        """Several groups' plans as one."""
+        return cls(
+            buckets=tuple(bucket for plan in plans for bucket in plan.buckets),
+            world_size=world_size,
+            frozen=tuple(name for plan in plans for name in plan.frozen),
+            idle=tuple(name for plan in plans for name in plan.idle),
+        )
 
     @property
     def nbytes(self) -> int:
@@ -137,6 +150,8 @@ class Plan:
         )
         if self.frozen:
             head += f"; {len(self.frozen)} frozen"
+        if self.idle:
+            head += f"; {len(self.idle)} idle"
         lines = [head]
         for index, bucket in enumerate(self.buckets):
             shown = ", ".join(bucket.parameters[:3]) + (", ..." if len(bucket.parameters) > 3 else "")

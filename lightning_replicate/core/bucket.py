@@ -139,6 +139,8 @@ class Bucket:
             in which nothing is trainable, or that must not leave early.
         launched: Whether it left in this round.
         absent: Slots for which this rank had no gradient, each with its old gradient if that must be put back.
+        idle: Slots for which no rank had a gradient in the last round, although some rank took part: the same ones on
+            all ranks.
     """
 
     def __init__(self, index: int, slots: Sequence[Slot], *, tail_apart: bool) -> None:
@@ -151,6 +153,7 @@ class Bucket:
         self.missing = NEVER
         self.launched = False
         self.absent: list[tuple[Slot, torch.Tensor | None]] = []
+        self.idle: list[Slot] = []
         numels = [slot.param.numel() for slot in slots]
         self._layout = flat_layout(numels, first.element_size())
         self._batched = sum(numels) < _BATCHED_COPY_BELOW * len(slots)
@@ -332,6 +335,7 @@ class Bucket:
         """
         self.launched = False
         self.missing = NEVER
+        self.idle = []
         if add_up:
             for slot in self.slots:
                 if slot.base is not None and slot.view is not None and not slot.stale:
@@ -340,10 +344,13 @@ class Bucket:
         if not self.absent:
             return []
         flags = self._read()
+        counts = Totals(*flags[_WEIGHT:]).weight > 0
         absent = dict(self.absent)
         for slot, flag in zip(self.slots, flags, strict=False):
             if slot not in absent:
                 continue
+            if flag == 0 and counts:
+                self.idle.append(slot)
             view, old = slot.view, absent[slot]
             assert view is not None
             if slot.stale:

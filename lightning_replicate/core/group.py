@@ -27,6 +27,12 @@ from lightning_replicate.core.wire import Wire
 # unfreezes every step (Lightning's `toggle_optimizer`) does not force a new layout every step.
 _FROZEN_ROUNDS = 8
 
+# A parameter for which no rank had a gradient in this many rounds in a row leaves the layout, so that it costs no
+# bytes. It comes back in the round in which a rank has one. That takes a new layout, so there is more patience with it
+# the next time.
+_IDLE_ROUNDS = 32
+_MORE_PATIENCE = 4
+
 
 class ProcessGroups(Protocol):
     """What a group needs to know of its channel."""
@@ -71,6 +77,10 @@ class Group:
         self._order: list[Slot] = []
         self._frozen: set[Slot] = set()
         self._frozen_rounds = 0
+        self._idle: set[Slot] = set()  # trainable, and not in the layout
+        self._woken: set[Slot] = set()  # what came back at the last agreement
+        self._idle_rounds: dict[Slot, int] = {}
+        self._patience: dict[Slot, int] = {}
         self._numbered = 0
         self._boundaries: list[int] = []  # how many parameters each bucket holds, where that was planned
 
@@ -96,6 +106,7 @@ class Group:
         gone = set(slots)
         self.slots = [slot for slot in self.slots if slot not in gone]
         self._order = [slot for slot in self._order if slot not in gone]
+        self._idle -= gone
         for slot in gone:
             slot.stale = True
             slot.unhook()
@@ -118,13 +129,13 @@ class Group:
         if seen == self._seen and not self.wire.adds_up:  # hooks on nodes can be lost where nothing else changes
             return
         self._seen = seen
-        fits = len(self.slots) == sum(len(bucket.slots) for bucket in self.buckets)
+        fits = len(self.slots) == sum(len(bucket.slots) for bucket in self.buckets) + len(self._idle)
         for slot, trainable in zip(self.slots, seen[0], strict=True):
             if trainable:
                 self._hook(slot)
             if slot.bucket is not None:
                 slot.stale = not slot.bucket.holds(slot)
-            placed = slot.bucket is not None and not slot.stale
+            placed = (slot.bucket is not None and not slot.stale) or slot in self._idle
             fits = fits and trainable and placed
             self.wants_layout = self.wants_layout or (trainable and not placed)
         self.fits = fits
@@ -139,6 +150,39 @@ class Group:
         self._frozen = still
         self._frozen_rounds = self._frozen_rounds + 1 if still else 0
         self.wants_layout = self.wants_layout or self._frozen_rounds >= _FROZEN_ROUNDS
+
+    def count_idle_rounds(self, idle: Iterable[Slot]) -> None:
+        """Notices parameters that nobody uses. Called once a round.
+
+        Args:
+            idle: For which no rank had a gradient in this round. The same on all ranks, and so is what follows from it.
+        """
+        self._idle_rounds = {slot: self._idle_rounds.get(slot, 0) + 1 for slot in idle}
+        if self._idle_rounds and self._leaving():
+            self.wants_layout = True
+
+    def _leaving(self) -> set[Slot]:
+        """Parameters in the layout that were idle for long enough to leave it; not if nothing would stay."""
+        if self.options.comm_hook is not None or self.options.strict_unused:
+            return set()  # hooks keep state by bucket; and who forbids idle parameters wants to hear of them
+        found = {
+            slot
+            for slot, rounds in self._idle_rounds.items()
+            if rounds >= self._patience.get(slot, _IDLE_ROUNDS) and not slot.sparse
+        }
+        return found if any(slot not in found for bucket in self.buckets for slot in bucket.slots) else set()
+
+    def _agree_on_idle(self, control: dist.ProcessGroup) -> None:
+        """Lets parameters come back into the layout for which a rank has a gradient, and others leave. Collective."""
+        self._woken = set()
+        candidates = [slot for slot in self.slots if slot in self._idle]
+        if candidates:
+            used = agreement.union([slot.used for slot in candidates], control)
+            self._woken = {slot for slot, wanted in zip(candidates, used, strict=True) if wanted}
+        for slot in self._woken:
+            self._patience[slot] = _MORE_PATIENCE * self._patience.get(slot, _IDLE_ROUNDS)
+        self._idle = (self._idle - self._woken) | self._leaving()
+        self._idle_rounds = {}
 
     # ---- the layout -------------------------------------------------------------------------------------------
 
@@ -166,9 +210,10 @@ class Group:
             for slot, sparse in zip(self.slots, agreement.union([s.sparse for s in self.slots], control), strict=True):
                 slot.stale = slot.stale or sparse != slot.sparse
                 slot.sparse = sparse
+        self._agree_on_idle(control)
         fresh = [slot for slot in self.members() if slot.bucket is None or slot.stale]
         if broadcast:
-            values = [slot.param for slot in fresh]
+            values = [slot.param for slot in fresh if slot not in self._woken]  # those were equal all the time
             agreement.broadcast_from_first(values, self._groups.gradients, unseen_by_autograd=True)
         return fresh
 
@@ -225,12 +270,13 @@ class Group:
         return MessageCost.fit(measured[0], measured[1])
 
     def members(self) -> list[Slot]:
-        """What belongs into the layout, in launch order: all that is trainable, or was until recently."""
+        """What belongs into the layout, in launch order: all that is trainable, or was until recently, and in use."""
         leaving = self._frozen if self._frozen_rounds >= _FROZEN_ROUNDS else set()
         return [
             slot
             for slot in self._order
-            if slot.param.requires_grad or (slot.bucket is not None and slot not in leaving)
+            if slot not in self._idle
+            and (slot.param.requires_grad or (slot.bucket is not None and slot not in leaving))
         ]
 
     def buckets_of(self, slots: Sequence[Slot]) -> list[Bucket | SparseBucket]:
@@ -283,4 +329,5 @@ class Group:
             for bucket in self.buckets
         )
         frozen = tuple(slot.name for slot in self.slots if not slot.param.requires_grad)
-        return Plan(buckets=buckets, world_size=self.wire.world_size, frozen=frozen)
+        idle = tuple(slot.name for slot in self.slots if slot in self._idle and slot.param.requires_grad)
+        return Plan(buckets=buckets, world_size=self.wire.world_size, frozen=frozen, idle=idle)

@@ -55,6 +55,7 @@ def gradient_hook(slot: Slot, tally: Tally, channel: Channel) -> Callable[[torch
                 tally.times.append(perf_counter())
         bucket = slot.bucket
         if bucket is None or slot.stale:
+            slot.reducer.note_outside()
             return
         bucket.missing -= 1
         if bucket.missing == 0:

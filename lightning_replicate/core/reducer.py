@@ -139,6 +139,8 @@ class Reducer(Group):
             bucket.begin(self.fits)
             if not early:
                 bucket.missing = NEVER
+        if self._idle:
+            self.hold_last()  # a gradient of one of them may arrive until backward ends
 
     def hold_last(self) -> None:
         """Keeps the last bucket back until backward ends, so that a rank which fails before can say so in it."""
@@ -150,6 +152,11 @@ class Reducer(Group):
         self._saw_nested = True
         for bucket in self.buckets:
             bucket.missing = NEVER
+
+    def note_outside(self) -> None:
+        """A gradient arrived that has no place in the layout: asks for a new one in this very round."""
+        self.wants_layout = True
+        self._said = self._said._replace(signal=True)
 
     def launch(self, bucket: Bucket | SparseBucket, *, early: bool) -> None:
         """Sends one bucket."""
@@ -187,6 +194,7 @@ class Reducer(Group):
         """
         self._missed = [slot for bucket in self.buckets for slot in self._finish(bucket)]
         self._participants = None
+        self.count_idle_rounds(slot for bucket in self.buckets for slot in bucket.idle)
         signal, abort = self._read_totals()
         if not abort:
             if signal:
@@ -194,6 +202,7 @@ class Reducer(Group):
             elif self._tally.arrivals is not None:
                 self._agree_on_order(self._tally.arrivals)
         self.rounds += 1
+        self._missed += [slot for slot in self.slots if slot in self._idle and slot not in self._missed]
         names = tuple(slot.name for slot in self._missed)
         self.forget_window()
         nbytes, collectives, early, late = self._sent
@@ -243,7 +252,7 @@ class Reducer(Group):
         same program, so a rank that has nothing to say itself reads it at the start of the next round, when the copy
         has long arrived. The ranks that did say something wait for it until then.
         """
-        return bucket.device.type == "cpu" or self._tally.arrivals is not None
+        return bucket.device.type == "cpu" or self._tally.arrivals is not None or bool(self._idle)
 
     def _hear_the_last_round(self) -> None:
         """Joins ranks that asked for a new layout, or gave up, in a round whose totals were not read at once.
@@ -282,6 +291,8 @@ class Reducer(Group):
 
     def _prepare_second_pass(self, slot: Slot) -> None:
         param = slot.param
+        if slot in self._woken:
+            return  # its hook was there
         if not slot.sparse:
             # a hook that was not there yet could not see the gradient
             slot.used = slot.used or (param.grad is not None and self._said.weight > 0)

@@ -37,6 +37,7 @@ class SparseBucket:
         self.device = slot.param.device
         self.missing = NEVER
         self.launched = False
+        self.idle: list[Slot] = []  # stays empty: a sparse gradient costs a few bytes where nobody has one
         self._old: torch.Tensor | None = None
         self._local: torch.Tensor | None = None
         self._headers: list[torch.Tensor] = []

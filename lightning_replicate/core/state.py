@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -284,12 +283,7 @@ class ReplicateState(Switches):
 
     def plan(self) -> Plan:
         """What is reduced: bucket by bucket, with parameter names, data types and bytes."""
-        plans = [reducer.plan() for reducer in self._reducers]
-        return Plan(
-            buckets=tuple(chain.from_iterable(plan.buckets for plan in plans)),
-            world_size=self.world_size,
-            frozen=tuple(chain.from_iterable(plan.frozen for plan in plans)),
-        )
+        return Plan.joined([reducer.plan() for reducer in self._reducers], self.world_size)
 
     @property
     def last_round(self) -> RoundStats | None:

@@ -305,12 +305,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
 
     def plan(self) -> Plan:
         """What is reduced: bucket by bucket, with parameter names, data types and bytes."""
-        plans = [state.plan() for state in self._states]
-        return Plan(
-            buckets=tuple(bucket for plan in plans for bucket in plan.buckets),
-            world_size=self.world_size,
-            frozen=tuple(name for plan in plans for name in plan.frozen),
-        )
+        return Plan.joined([state.plan() for state in self._states], self.world_size)
 
     # ---- the end ----------------------------------------------------------------------------------------------
 
