@@ -38,7 +38,7 @@ def turns(peers: list[Peer], count: int, seconds: float) -> dict[str, list[float
         Seconds a step, turn by turn, of each peer.
     """
     for peer in peers:
-        peer.seconds(5)
+        peer.seconds(peer.work.warm_up)
     steps = torch.tensor([max(1, int(seconds / max(peers[0].seconds(2), 1e-4)))])
     dist.broadcast(steps, 0)
     times: dict[str, list[float]] = {peer.name: [] for peer in peers}
