@@ -8,6 +8,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,12 @@ def test_an_import_loads_neither_torch_nor_lightning() -> None:
     assert done.stdout.strip() == "set()", done.stderr
 
 
+def _at_once(run: Callable[[str], str], inputs: Sequence[str]) -> list[str]:
+    """Runs programs two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, inputs))
+
+
 TRAINER = "{twin}.Trainer(strategy='{name}', accelerator='cpu', devices=1, logger=False, barebones=True)"
 
 
@@ -139,9 +147,9 @@ def _trainer(twin: str = "lightning.pytorch", name: str = "replicate", before: s
 @pytest.mark.slow
 @pytest.mark.parametrize("twin", ["lightning.pytorch", "pytorch_lightning"])
 def test_the_name_works_without_an_import_of_ours(twin: str) -> None:
-    out = _trainer(twin)
+    out, after_others = _at_once(lambda before: _trainer(twin, before=before), ["", "import torch, lightning"])
     assert "ReplicateStrategy" in out and f"{twin}.strategies.ddp.DDPStrategy" in out
-    assert "ReplicateStrategy" in _trainer(twin, before="import torch, lightning")
+    assert "ReplicateStrategy" in after_others
 
 
 @pytest.mark.slow
@@ -156,15 +164,16 @@ def test_aliases(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("switch", ["TORCH_DEVICE_BACKEND_AUTOLOAD", "LIGHTNING_REPLICATE_AUTOLOAD"])
 def test_with_autoload_off_an_import_registers(switch: str) -> None:
-    off = {switch: "0"}
-    assert "invalid strategy name" in _trainer(**off)
-    for before in (
+    imports = [
         "import lightning_replicate",
         "import torch, lightning_replicate",
         "import lightning.pytorch, lightning_replicate",
         "from lightning_replicate import ReplicateStrategy",
-    ):
-        assert "ReplicateStrategy" in _trainer(before=before, **off), before
+    ]
+    without, *outs = _at_once(lambda before: _trainer(before=before, **{switch: "0"}), ["", *imports])
+    assert "invalid strategy name" in without
+    for before, out in zip(imports, outs, strict=True):
+        assert "ReplicateStrategy" in out, before
 
 
 @pytest.mark.slow

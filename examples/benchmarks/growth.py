@@ -51,7 +51,7 @@ def peak(rank: int, options: argparse.Namespace, peer_name: str) -> dict[str, An
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         peer = Peer(peer_name, WORK["mlp"], rank)
-        peer.seconds(6)
+        peer.seconds(4)
     with tempfile.TemporaryDirectory() as folder:
         profiler.export_chrome_trace(f"{folder}/trace.json")
         trace = json.loads(Path(f"{folder}/trace.json").read_text())
@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("sweep", nargs="*", help=f"of {', '.join(SWEEPS)}, memory (default: all)")
     parser.add_argument("--turns", type=int, default=11, help="turns of each peer (default: 11)")
     parser.add_argument("--turn", type=float, default=0.3, help="seconds of a turn (default: 0.3)")
+    parser.add_argument("--peers", nargs="+", default=PEERS, help="whose memory to count (default: all)")
     parser.add_argument("--most", type=float, default=1e9, help="leave out points above this")
     parser.add_argument("--out", default="growth.json")
     options = parser.parse_args()
@@ -92,7 +93,7 @@ def main() -> None:
                 ranks = value if sweep == "ranks" else 2
                 show(sweep, value, on_ranks(ranks, partial(point, sweep=sweep, value=value), options))
     if not options.sweep or "memory" in options.sweep:
-        for peer in PEERS:
+        for peer in options.peers:
             found = on_ranks(2, partial(peak, peer_name=peer), options)
             share = found["peak_bytes"] / found["model_bytes"]
             rss = found["peak_rss"] / 2**20
