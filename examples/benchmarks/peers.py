@@ -56,9 +56,8 @@ class Peer:
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for child in module.modules():
-            if child is not module and any(True for _ in child.parameters(recurse=False)):
-                on_fsdp2(child, mesh=mesh)
+        for layer in _layers(module):
+            on_fsdp2(layer, mesh=mesh)
         return on_fsdp2(module, mesh=mesh)
 
     @property
@@ -110,6 +109,15 @@ class Peer:
         if self.name.startswith("ours"):
             for marked in self.marked:
                 replicate.state(marked).remove()
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """What FSDP2 is called on, one call each: modules that hold parameters themselves, and whole transformer layers."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        own = any(True for _ in child.parameters(recurse=False))
+        found += [child] if own or isinstance(child, nn.TransformerEncoderLayer) else _layers(child)
+    return found
 
 
 def peers_of(work: Work) -> list[str]:
