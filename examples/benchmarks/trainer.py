@@ -67,7 +67,7 @@ def fit(peer: str, work: str, rank: int, steps: int) -> float:
     if peer.startswith("ours"):
         strategy = ReplicateStrategy()
         if "nothing agreed" in peer:
-            without = patch.object(StopTogether, "_agree", lambda self: None)
+            without = patch.object(StopTogether, "_agree_at_batch_end", lambda self: None)
     else:
         tuned = {"gradient_as_bucket_view": True, "batched_grad_copy": True} if "tuned" in peer else {}
         strategy = DDPStrategy(**tuned)

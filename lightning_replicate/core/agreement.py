@@ -7,7 +7,7 @@ description, gathered only when digests differ, so that every rank can name the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -140,6 +140,26 @@ def union(flags: Sequence[bool], control: dist.ProcessGroup) -> list[bool]:
     message = torch.tensor(list(flags), dtype=torch.uint8)
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=control)
     return [bool(flag) for flag in message.tolist()]
+
+
+def sum_later(numbers: Sequence[int], control: dist.ProcessGroup) -> Callable[[], list[int]]:
+    """Starts to sum numbers over ranks, position by position, and does not wait.
+
+    Args:
+        numbers: This rank's numbers; as many on every rank.
+        control: A group on which CPU tensors travel.
+
+    Returns:
+        A function that waits and gives the sums.
+    """
+    message = torch.tensor(list(numbers), dtype=torch.int64)
+    work = dist.all_reduce(message, group=control, async_op=True)
+
+    def read() -> list[int]:
+        work.wait()
+        return [int(number) for number in message.tolist()]
+
+    return read
 
 
 def gather_number(number: int, control: dist.ProcessGroup) -> list[int]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_replicate import _private
-from lightning_replicate.core.agreement import union
+from lightning_replicate.core.agreement import sum_later
 from lightning_replicate.core.api import Average, BucketCap, BufferChoice, Options, Plan
 from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.replicate import states_in
@@ -256,7 +256,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         self._serve_sharded_modules()
         if self.world_size > 1:
             control = self._make_control_group()
-            self._stopping = StopTogether(trainer, lambda flags: union(flags, control))
+            self._stopping = StopTogether(trainer, lambda flags: sum_later(flags, control), self.world_size)
             self._keep_in_lockstep(control)
 
     def _make_control_group(self) -> dist.ProcessGroup:

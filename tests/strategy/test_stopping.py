@@ -59,8 +59,8 @@ class _StopsIn(Small):
 
 def _everywhere(rank: int, world: int) -> None:
     for hook, after, expected in (
-        ("training_step", 3, 3),
-        ("on_train_batch_end", 3, 3),
+        ("training_step", 3, 4),  # the others have gone on with the next batch
+        ("on_train_batch_end", 3, 4),
         ("on_validation_end", 2, 2),
         ("on_train_epoch_end", 1, 6),
         ("on_train_start", 0, 0),
@@ -80,6 +80,27 @@ def test_r35_should_stop_on_one_rank_alone(ranks: Ranks, world: int) -> None:
     ranks(world, _everywhere, world)
 
 
+class _AllStop(Small):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.trainer.should_stop |= self.trainer.global_step == 3
+
+
+def _all_at_once(rank: int) -> None:
+    model = _AllStop()
+    run = trainer(max_epochs=2, limit_val_batches=1)
+    run.fit(model)
+    assert run.global_step == 3  # as on one process
+    assert_trained_like(model, by_hand(mlp(4, 5, 2), _loss, 3, world=2))
+    last = _StopsIn("on_train_batch_end", _StopsIn.steps)  # rank 1 alone, at the last batch of an epoch
+    run = trainer(max_epochs=3, limit_val_batches=1)
+    run.fit(last)
+    assert run.global_step == _StopsIn.steps
+
+
+def test_r35_where_all_ranks_ask_they_stop_at_once(ranks: Ranks) -> None:
+    ranks(2, _all_at_once)
+
+
 def _with_limits(rank: int) -> None:
     model = _StopsIn("on_train_batch_end", 1)
     run = trainer(min_steps=8, max_epochs=3)
@@ -96,7 +117,7 @@ def _with_limits(rank: int) -> None:
 
         run = trainer(ReplicateStrategy(uneven_inputs=mode), callbacks=[StopRank1()])
         run.fit(uneven)
-        assert run.global_step == 3
+        assert run.global_step == 4
 
 
 def test_r35_with_a_minimum_of_steps_and_with_uneven_loaders(ranks: Ranks) -> None:
@@ -144,8 +165,9 @@ def _sigterm(rank: int, folder: str) -> None:
         run = trainer()
         with pytest.raises(SIGTERMException):
             run.fit(model)
-        assert run.global_step == 4
-        assert_trained_like(model, by_hand(mlp(4, 5, 2), _loss, 4, world=2))
+        steps = 4 if len(signalled) == 2 else 5  # a rank that is told alone lets the others end their next batch
+        assert run.global_step == steps
+        assert_trained_like(model, by_hand(mlp(4, 5, 2), _loss, steps, world=2))
         assert signal.getsignal(signal.SIGTERM) == before
     run = trainer()
     run.fit(_Signalled([]))  # nothing is left over
