@@ -131,7 +131,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     except ImportError:
         print("no plot: matplotlib is not installed")
         return
-    figure, axes = plt.subplots(figsize=(8, 4))
+    figure, axes = plt.subplots(figsize=(10, 4))
     marks: dict[str, Any] = {}
     for x, (_, found) in enumerate(results.items()):
         for peer, result in found.items():
@@ -145,7 +145,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     axes.axhline(1.0, color="gray", linewidth=0.5)
     axes.set_xticks(range(len(results)), list(results))
     axes.set_ylabel("step time, ours / peer")
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.tight_layout()
     figure.savefig(path)
 
