@@ -56,12 +56,14 @@ class Slot:
         sparse: Whether its gradients are sparse.
         base: The gradient of earlier rounds, where that is kept apart.
         node: The autograd node that accumulates its gradient, where that one is hooked, too.
+        accumulator: The same node where it is only kept, on GPUs.
         hooks: Handles of the hooks on the parameter; empty while it was never trainable.
     """
 
     __slots__ = (
         "__weakref__",
         "_reducer",
+        "accumulator",
         "base",
         "bucket",
         "hooks",
@@ -89,6 +91,7 @@ class Slot:
         self.base: torch.Tensor | None = None
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.node: torch.autograd.graph.Node | None = None
+        self.accumulator: torch.autograd.graph.Node | None = None
         self.shape: tuple[torch.Size, tuple[int, ...]] | None = None
 
     @property
@@ -115,7 +118,7 @@ class Slot:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
-        self.node = None
+        self.node = self.accumulator = None
 
     def release(self) -> None:
         """Takes the hooks off and leaves the gradient as an ordinary tensor."""

@@ -91,6 +91,10 @@ class Reducer(Group):
         if not slot.hooks:
             hook = gradient_hook(slot, self._tally, self.channel)
             slot.hooks.append(slot.param.register_post_accumulate_grad_hook(hook))
+        if slot.param.is_cuda:
+            # a kept node keeps its stream, so that all gradients arrive on the one of set-up, on which buckets leave;
+            # nodes that forwards make anew would be on the streams of these forwards
+            slot.accumulator = torch.autograd.graph.get_gradient_edge(slot.param).node
         if self.wire.adds_up:
             self._tally.keeps_apart = True
             # on the node, since a hook on the tensor would also change what `torch.autograd.grad` returns; torch makes

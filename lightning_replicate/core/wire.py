@@ -217,7 +217,7 @@ class Wire:
             return
         # without a read: where all ranks took part the factor is exactly one
         total = weight.double() if weight.dtype == torch.float64 else weight.float()
-        factor = torch.where(total > 0, self.world_size / total, torch.ones_like(total))
+        factor = total.new_full((), self.world_size).div_(total.clamp_min(1e-30))  # without weights all is zero
         payload = bucket.payload
         if payload.dtype in _EXACT_COUNT:  # a half-precision factor would lose digits
             payload.copy_(payload.float().mul_(factor))
