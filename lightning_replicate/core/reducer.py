@@ -155,7 +155,8 @@ class Reducer(Group):
         """Remembers that gradients came from a nested backward: no bucket of this rank leaves early any more."""
         self._saw_nested = True
         for bucket in self.buckets:
-            bucket.missing = NEVER
+            if not bucket.launched:
+                bucket.missing = NEVER
 
     def note_outside(self) -> None:
         """A gradient arrived that has no place in the layout: asks for a new one in this very round."""
@@ -206,7 +207,9 @@ class Reducer(Group):
             elif self._tally.arrivals is not None:
                 self._agree_on_order(self._tally.arrivals)
         self.rounds += 1
-        self._missed += [slot for slot in self.slots if slot in self._idle and slot not in self._missed]
+        if self._idle:
+            missed = {*self._missed, *self._idle}
+            self._missed = [slot for slot in self.slots if slot in missed]
         names = tuple(slot.name for slot in self._missed)
         self.forget_window()
         nbytes, collectives, early, late = self._sent

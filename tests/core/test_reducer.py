@@ -593,6 +593,22 @@ def test_r18_a_layer_inside_and_outside_of_a_checkpoint(ranks: Ranks) -> None:
     ranks(2, _inside_and_outside)
 
 
+def _inside_and_outside_later(rank: int) -> None:
+    model = seeded(Branches, 0)
+    replicate(model, bucket_cap_mb=TINY)
+    for step in range(3):
+        model.zero_grad()
+        model.head(model.left(model.trunk(data(rank, step, 3, 4)))).sum().backward()
+    model.zero_grad()
+    x = checkpoint(model.left, model.trunk(data(rank, 3, 3, 4)), use_reentrant=True)
+    with pytest.raises(ReplicateError, match=r"'left\.(weight|bias)' received a gradient on rank \d after its bucket"):
+        model.head(model.left(x)).sum().backward()
+
+
+def test_r18_a_second_gradient_after_the_bucket_left_is_an_error(ranks: Ranks) -> None:
+    ranks(2, _inside_and_outside_later)
+
+
 # ---- accumulation ---------------------------------------------------------------------------------------------------
 
 
