@@ -108,6 +108,7 @@ class Group:
         self.slots = [slot for slot in self.slots if slot not in gone]
         self._order = [slot for slot in self._order if slot not in gone]
         self._idle -= gone
+        self._idle_rounds = {slot: rounds for slot, rounds in self._idle_rounds.items() if slot not in gone}
         for slot in gone:
             slot.stale = True
             slot.unhook()
@@ -184,6 +185,9 @@ class Group:
             self._patience[slot] = _MORE_PATIENCE * self._patience.get(slot, _IDLE_ROUNDS)
         self._idle = (self._idle - self._woken) | self._leaving()
         self._idle_rounds = {}
+        if not self.members():  # the rest was frozen; and ranks ask for a new layout in the tail of a bucket
+            self._woken |= self._idle
+            self._idle = set()
 
     # ---- the layout -------------------------------------------------------------------------------------------
 

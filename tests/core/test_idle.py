@@ -158,6 +158,32 @@ def _frozen_while_idle(rank: int) -> None:
 
 
 @impatient
+def _the_rest_is_frozen(rank: int) -> None:
+    """A layout without any bucket could not say that one rank uses an idle parameter."""
+    net = seeded(Branches, 7)
+    replicate(net, average="world")
+    state = replicate.state(net)
+    for step in range(PATIENCE + 2):
+        net.zero_grad()
+        _round(net, rank, step, ["a", "a"])
+    assert _idle(net) == {"b"}
+    net.trunk.requires_grad_(False)
+    net.a.requires_grad_(False)
+    net.zero_grad()
+    for _ in range(group._FROZEN_ROUNDS + 2):
+        state.close_round()
+    assert _idle(net) == set() and {"b.weight", "b.bias"} == set(state.plan().parameters)
+    params = list(net.b.parameters())
+    batch = data(1, 40, 5, 3)
+    expected = [grad / WORLD for grad in local_grads(net(batch, "b"), params) if grad is not None]
+    with state.round():
+        if rank == 1:
+            net(batch, "b").backward()
+    assert_same(grads(params), expected)
+    assert_ranks_equal([param.grad for param in params])
+
+
+@impatient
 def _never(rank: int, options: dict[str, Any]) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -192,6 +218,10 @@ def test_several_groups(ranks: Ranks) -> None:
 
 def test_frozen_while_idle(ranks: Ranks) -> None:
     ranks(WORLD, _frozen_while_idle)
+
+
+def test_the_rest_is_frozen(ranks: Ranks) -> None:
+    ranks(WORLD, _the_rest_is_frozen)
 
 
 @pytest.mark.parametrize("options", [{}, {"hook": True}])
