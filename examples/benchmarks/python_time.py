@@ -1,7 +1,8 @@
-"""Where the time of a backward over a thousand tiny tensors goes: ``python python_time.py``.
+"""Where the time of a step over a thousand tiny tensors goes: ``python python_time.py``.
 
-Each line adds something to the one before: a hook in Python that does nothing, our hook (within ``no_sync``), our whole
-round. DDP tuned does all of it in C++. The last lines count Python calls for each tensor, by function: no noise there.
+Each line adds something to the one before: a hook in Python that does nothing, our hook (within ``no_sync``), our
+whole round. DDP tuned does all of it in C++. The last lines count calls and instructions of Python for each tensor, by
+function: there is no noise in them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,29 @@ from work import WORK
 from lightning_replicate import replicate
 
 WAYS = ("no hooks", "a hook that does nothing", "our hooks", "our round", "ddp tuned")
+
+
+def count_python(peer: Peer) -> tuple[Counter[str], Counter[str]]:
+    """Calls, and instructions of Python's byte code, that the package runs in one step, by function."""
+    calls: Counter[str] = Counter()
+    instructions: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if "lightning_replicate" not in code.co_filename:
+            return None
+        name = f"{Path(code.co_filename).stem}.{getattr(code, 'co_qualname', code.co_name)}"  # 3.10 has the name only
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        calls[name] += event == "call"
+        instructions[name] += event == "opcode"
+        return note
+
+    sys.settrace(note)
+    try:
+        peer.step()
+    finally:
+        sys.settrace(None)
+    return calls, instructions
 
 
 def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -48,18 +73,7 @@ def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
                 if turn >= 5:
                     times[way].append(time.perf_counter() - start)
     count = len(list(peers["no hooks"].plain[0].parameters()))
-    calls: Counter[str] = Counter()
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and "lightning_replicate" in frame.f_code.co_filename:
-            calls[frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name] += 1
-
-    peer = peers["our round"]
-    peer.optimizers[0].zero_grad()
-    loss = peer.modules[0](torch.randn(2, 4)).sum()
-    sys.setprofile(note)
-    loss.backward()
-    sys.setprofile(None)
+    calls, instructions = count_python(peers["our round"])
     if rank == 0:
         before = None
         for way, found in times.items():
@@ -68,9 +82,11 @@ def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
             print(f"{way:26} {middle:6.2f} us a tensor [{low:6.2f}, {high:6.2f}]{added}")
             before = middle if way != "our round" else statistics.median(times["no hooks"]) * 1e6 / count
         print("The last figure of ddp tuned is against no hooks.")
-        for name, number in calls.most_common(6):
-            print(f"{number / count:7.3f} calls a tensor  {name}")
-    return {"seconds": times, "calls": dict(calls), "tensors": count}
+        total = sum(instructions.values())
+        print(f"a step runs {sum(calls.values()) / count:.2f} calls and {total / count:.1f} instructions a tensor, in")
+        for name, number in instructions.most_common(6):
+            print(f"{number / count:7.1f} instructions, {calls[name] / count:6.3f} calls  {name}")
+    return {"seconds": times, "calls": calls, "instructions": instructions, "tensors": count}
 
 
 def main() -> None:
