@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning_replicate import _private
 from lightning_replicate.core import agreement
 from lightning_replicate.core.api import ReplicateError
+from lightning_replicate.core.bucket import NEVER
 
 if TYPE_CHECKING:
     from lightning_replicate.core.bucket import Bucket
@@ -293,6 +294,8 @@ class Channel:
     def _forget_task(self) -> None:
         self.task = self._root = None
         self._is_open = self.nested = False
+        for _, bucket in self._queue:  # also of groups that nobody touched: a backward without a round counts, too
+            bucket.missing = NEVER
         self._queue = []
         for handle in self._handles:
             handle.remove()

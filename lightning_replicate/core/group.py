@@ -176,14 +176,16 @@ class Group:
 
     def _agree_on_idle(self, control: dist.ProcessGroup) -> None:
         """Lets parameters come back into the layout for which a rank has a gradient, and others leave. Collective."""
-        self._woken = set()
-        candidates = [slot for slot in self.slots if slot in self._idle]
-        if candidates:
-            used = agreement.union([slot.used for slot in candidates], control)
-            self._woken = {slot for slot, wanted in zip(candidates, used, strict=True) if wanted}
+        leaving = self._leaving()
+        asked = [slot for slot in self.slots if slot in self._idle or slot in leaving]
+        used: set[Slot] = set()
+        if asked:
+            table = agreement.union([slot.used for slot in asked], control)
+            used = {slot for slot, wanted in zip(asked, table, strict=True) if wanted}
+        self._woken = self._idle & used
         for slot in self._woken:
             self._patience[slot] = _MORE_PATIENCE * self._patience.get(slot, _IDLE_ROUNDS)
-        self._idle = (self._idle - self._woken) | self._leaving()
+        self._idle = (self._idle | leaving) - used
         self._idle_rounds = {}
         if not self.members():  # the rest was frozen; and ranks ask for a new layout in the tail of a bucket
             self._woken |= self._idle
@@ -210,6 +212,10 @@ class Group:
         members = [slot.name for slot in self.members()]
         control = self._groups.control
         agreement.require_same_specs(specs, f"{self._describe_options()}; in the layout: {members}", control)
+        for slot in self.slots:
+            grad = slot.param.grad
+            if slot.bucket is None and grad is not None and grad.layout is not torch.strided:
+                slot.sparse = True  # filling its bucket would have found it
         if self.slots:
             # a rank that did not run a layer does not know that its gradients are sparse
             for slot, sparse in zip(self.slots, agreement.union([s.sparse for s in self.slots], control), strict=True):

@@ -161,7 +161,8 @@ class Reducer(Group):
     def note_outside(self) -> None:
         """A gradient arrived that has no place in the layout: asks for a new one in this very round."""
         self.wants_layout = True
-        self._said = self._said._replace(signal=True)
+        if self.buckets and not self.buckets[-1].launched:  # else the others hear of it in the next round
+            self._said = self._said._replace(signal=True)
 
     def launch(self, bucket: Bucket | SparseBucket, *, early: bool) -> None:
         """Sends one bucket."""
@@ -279,7 +280,7 @@ class Reducer(Group):
             )
         if totals.signal > 0 and not self._said.signal:
             self.agree(broadcast=self.broadcast)
-            self._boundaries = []
+            self._look_at_arrivals()
             self.build()
 
     def _follow_the_model(self) -> None:

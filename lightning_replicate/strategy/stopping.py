@@ -75,6 +75,7 @@ class StopTogether:
 
     def _act(self, stop: bool, end: bool) -> None:
         """Does what was agreed on, and hides what was not."""
+        self._wants_stop = self._wants_stop or bool(self._trainer.should_stop)  # a signal handler may just have set it
         self._trainer.should_stop = stop
         if stop:
             self._wants_stop = False

@@ -29,6 +29,33 @@ def _rounds(module: nn.Module) -> int:
     return 0 if stats is None else stats.number
 
 
+def _accumulated_beside(rank: int) -> None:
+    """A group that nobody touched in a round is accumulated in the next window, over several backwards."""
+    nets = [mlp(3, 4, 1, seed=1), mlp(3, 4, 1, seed=2)]
+    for net in nets:
+        replicate(net)
+    first, second = nets
+    states = [replicate.state(net) for net in nets]
+    for step in range(3):
+        sum(net(data(rank, step, 5, 3)).mean() for net in nets).backward()
+    for window in range(2):
+        for net in nets:
+            net.zero_grad()
+        first(data(rank, 10 + window, 5, 3)).mean().backward()
+        loss = lambda r, window=window: sum(second(data(r, 20 + 4 * window + i, 5, 3)).mean() for i in range(4))
+        expected = _mean(loss, list(second.parameters()))
+        with states[0].no_sync(), states[1].no_sync():
+            for i in range(3):
+                second(data(rank, 20 + 4 * window + i, 5, 3)).mean().backward()
+        second(data(rank, 20 + 4 * window + 3, 5, 3)).mean().backward()
+        assert_same(grads(list(second.parameters())), expected)
+        assert_ranks_equal([param.grad for net in nets for param in net.parameters()])
+
+
+def test_accumulation_of_a_group_that_was_not_touched_before(ranks: Ranks) -> None:
+    ranks(WORLD, _accumulated_beside)
+
+
 def _game(rank: int) -> None:
     generator, critic = mlp(3, 8, 4, seed=1), mlp(4, 8, 1, seed=2)
     replicate(generator)

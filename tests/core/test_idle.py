@@ -227,3 +227,40 @@ def test_the_rest_is_frozen(ranks: Ranks) -> None:
 @pytest.mark.parametrize("options", [{}, {"hook": True}])
 def test_they_stay(ranks: Ranks, options: dict[str, Any]) -> None:
     ranks(WORLD, _never, options)
+
+
+class _Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(3, 1)
+        self.words = nn.Embedding(6, 4, sparse=True)
+
+    def forward(self, batch: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        return self.trunk(batch).mean() + self.words(torch.tensor(rows, dtype=torch.int64)).square().sum()
+
+
+@impatient
+def _wakes_sparse(rank: int) -> None:
+    """What leaves the layout before it ever had a gradient may turn out to be sparse, on one rank alone."""
+    net = seeded(_Words, 8)
+    replicate(net)
+    for step in range(PATIENCE + 2):
+        net.zero_grad()
+        net.trunk(data(rank, step, 5, 3)).mean().backward()
+    assert _idle(net) == {"words"}
+    for step, rows in ((10, [[], [1, 4]]), (11, [[2], [1]]), (12, [[5, 5], []])):
+        net.zero_grad()
+        expected = torch.zeros(6, 4)
+        for mine in rows:
+            for row in mine:
+                expected[row] += net.words.weight.detach()[row]  # twice the weight, over two ranks
+        loss = net(data(rank, step, 5, 3), rows[rank]) if rows[rank] else net.trunk(data(rank, step, 5, 3)).mean()
+        loss.backward()
+        grad = net.words.weight.grad
+        assert grad is not None and grad.is_sparse
+        torch.testing.assert_close(grad.to_dense(), expected)
+        assert_ranks_equal([grad.to_dense()])
+
+
+def test_a_sparse_gradient_comes_back(ranks: Ranks) -> None:
+    ranks(WORLD, _wakes_sparse)
