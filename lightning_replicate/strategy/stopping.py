@@ -84,7 +84,9 @@ class StopTogether:
 
     def _agree(self) -> None:
         """Waits for all ranks: one that wants to stop is enough."""
-        self._under_way = None  # who wanted to stop then says so again
+        if self._under_way is not None:
+            self._under_way()  # no message is left behind; who wanted to stop then says so again
+            self._under_way = None
         stop, end = self._say()[1]()
         self._act(stop > 0, end > 0)
 
