@@ -62,6 +62,16 @@ def peak(rank: int, options: argparse.Namespace, peer_name: str) -> dict[str, An
     return found
 
 
+def memory(peer_name: str, options: argparse.Namespace, tries: int = 2) -> dict[str, Any]:
+    """The peak of one peer: the lowest of some tries.
+
+    The profiler does not see what the process group's own threads release, now and then the message of the set-up, and
+    counts it as held ever after. So a try can only be too high.
+    """
+    found = [on_ranks(2, partial(peak, peer_name=peer_name), options) for _ in range(tries)]
+    return min(found, key=lambda facts: facts["peak_bytes"])
+
+
 def show(sweep: str, value: int, found: dict[str, Any]) -> None:
     """Prints one point of a sweep."""
     ours = found["ours"]
@@ -94,7 +104,7 @@ def main() -> None:
                 show(sweep, value, on_ranks(ranks, partial(point, sweep=sweep, value=value), options))
     if not options.sweep or "memory" in options.sweep:
         for peer in options.peers:
-            found = on_ranks(2, partial(peak, peer_name=peer), options)
+            found = memory(peer, options)
             share = found["peak_bytes"] / found["model_bytes"]
             rss = found["peak_rss"] / 2**20
             print(
