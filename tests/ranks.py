@@ -7,6 +7,7 @@ after a time-out, and its processes are killed and started anew for the next cas
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -64,6 +65,7 @@ def _worker(rank: int, world_size: int, store_dir: str, port: int, pipe: Connect
         pipe.send((number, *result))
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # cycles hold process groups of the case, and each of those polls with a thread
 
 
 class _Pool:

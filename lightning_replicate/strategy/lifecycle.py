@@ -8,6 +8,9 @@ samplers, ``sync_dist`` and compiled modules.
 from __future__ import annotations
 
 import atexit
+import gc
+import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Optional, Union, get_args
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
+_SECONDS_TO_REST = 0.05  # of which gloo's threads need microseconds
 
 
 class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
@@ -225,7 +229,8 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
 
     def setup_distributed(self) -> None:
         super().setup_distributed()  # type: ignore[misc]
-        atexit.register(_destroy_process_groups)
+        atexit.unregister(_end_process_groups)  # of an earlier fit
+        atexit.register(_end_process_groups)
         self._require_world_size(dist.get_world_size())
 
     def _require_world_size(self, launched: int) -> None:
@@ -334,7 +339,17 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         super().teardown()  # type: ignore[misc]
 
 
-def _destroy_process_groups() -> None:
-    # a group that is left to the interpreter's end makes NCCL warn, and may wait for ranks that are gone
+def _end_process_groups() -> None:
+    """Leaves no thread of a process group to the interpreter's end.
+
+    gloo's threads let go of the last collective's tensors after it was waited for, and need the interpreter for that.
+    If it is already ending, torch 2.13 aborts the process: exit code 134 after a training that went well
+    (pytorch#190489).
+    And a group that is left to the interpreter's end makes NCCL warn, and may wait for ranks that are gone.
+    """
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    if hasattr(sys, "last_value"):  # an exception may have left collectives unfinished: joining would wait for them
+        return
+    gc.collect()  # a group joins its threads with its last reference, and trainers, strategies and models are cycles
+    time.sleep(_SECONDS_TO_REST)  # for groups that something at module level still holds

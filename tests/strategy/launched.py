@@ -2,11 +2,13 @@
 
     launched.py FOLDER STRATEGY DEVICES NUM_NODES
 
-Each rank leaves a file with its numbers and a hash of its weights in FOLDER.
+Each rank leaves a file with its numbers and a hash of its weights in FOLDER, and one with the names of the threads that
+it has at its end, where the system tells them.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -55,9 +57,17 @@ class Report(Callback):
         (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
+def _report_threads(folder: Path) -> None:
+    tasks = Path("/proc/self/task")
+    if tasks.exists():
+        names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
+        (folder / f"threads{os.environ.get('LOCAL_RANK', 0)}.json").write_text(json.dumps(names))
+
+
 def main() -> None:
     folder, strategy, devices, num_nodes = sys.argv[1:]
     torch.set_num_threads(1)
+    atexit.register(_report_threads, Path(folder))  # runs after what fit registers
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
