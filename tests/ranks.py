@@ -66,6 +66,7 @@ def _worker(rank: int, world_size: int, store_dir: str, port: int, pipe: Connect
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()  # cycles hold process groups of the case, and each of those polls with a thread
+        gc.freeze()  # what is left was imported, and need not be looked at after the next case
 
 
 class _Pool:
