@@ -1,4 +1,5 @@
-"""How the cost grows: ``python growth.py`` sweeps tensors, elements, ranks and groups, and counts memory.
+"""How the cost grows: ``python growth.py`` sweeps tensors, elements, ranks and groups, compares a
+model with an idle branch to the same without it, and counts memory.
 
 Uses the turns of ``run.py``. Memory is counted in processes of their own, since a process's peak never falls again.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import resource
 import statistics
 import tempfile
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.profiler
 from peers import Peer
 from run import compare, on_ranks, ratios
@@ -41,6 +44,24 @@ def work_of(sweep: str, value: int) -> Work:
 def point(rank: int, options: argparse.Namespace, sweep: str, value: int) -> dict[str, Any]:
     """One point of a sweep."""
     return compare(f"{value} {sweep}", work_of(sweep, value), PEERS, rank, options)
+
+
+def idle_branch(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds a step of ours with an idle branch, and of the same model without that branch, turn by turn.
+
+    Each is made and taken off in its turn: two replicated models at once would be groups of one.
+    """
+    works = ["idle", "not idle"]
+    times: dict[str, list[float]] = {name: [] for name in works}
+    order = random.Random(0)
+    for _ in range(options.turns):
+        for name in order.sample(works, len(works)):
+            peer = Peer("ours", WORK[name], rank)
+            steps = torch.tensor([max(1, int(options.turn / peer.seconds(WORK["idle"].warm_up)))])
+            dist.broadcast(steps, 0)
+            times[name].append(peer.seconds(int(steps)))
+            peer.remove()
+    return times
 
 
 def peak(rank: int, options: argparse.Namespace, peer_name: str) -> dict[str, Any]:
@@ -88,7 +109,7 @@ def show(sweep: str, value: int, found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("sweep", nargs="*", help=f"of {', '.join(SWEEPS)}, memory (default: all)")
+    parser.add_argument("sweep", nargs="*", help=f"of {', '.join(SWEEPS)}, idle, memory (default: all)")
     parser.add_argument("--turns", type=int, default=11, help="turns of each peer (default: 11)")
     parser.add_argument("--turn", type=float, default=0.3, help="seconds of a turn (default: 0.3)")
     parser.add_argument("--peers", nargs="+", default=PEERS, help="whose memory to count (default: all)")
@@ -102,6 +123,10 @@ def main() -> None:
             if value <= options.most:
                 ranks = value if sweep == "ranks" else 2
                 show(sweep, value, on_ranks(ranks, partial(point, sweep=sweep, value=value), options))
+    if not options.sweep or "idle" in options.sweep:
+        found = on_ranks(2, idle_branch, options)
+        middle, low, high = ratios(found["idle"], found["not idle"])
+        print(f"with an idle branch / the same model without it {middle:5.2f} [{low:4.2f}, {high:4.2f}]", flush=True)
     if not options.sweep or "memory" in options.sweep:
         for peer in options.peers:
             found = memory(peer, options)

@@ -51,7 +51,8 @@ def ways(name: str, net: nn.Module) -> nn.Module:
     return replicate(net, **options)
 
 
-WARM_UP = 4  # steps; by then orders are agreed and plans are made
+WARM_UP = 4  # steps; by then orders are agreed
+TRIAL = 14  # more steps, after which it is known whether a plan stays
 NAMES = ("none", "ddp", "ddp tuned", "ours", "ours 4 MiB", "ours 1 MiB", "ours auto", "ours bf16")
 
 
@@ -80,14 +81,15 @@ def run_rank(options: argparse.Namespace) -> None:
                 (plain,) = work.build()
                 optimizer = torch.optim.SGD(plain.parameters(), lr=1e-4)
                 net = ways(name, plain)
-                for step in range(WARM_UP + 3):
+                warm_up = WARM_UP + TRIAL * ("auto" in name)
+                for step in range(warm_up + 3):
                     dist.barrier()
                     start = time.perf_counter()
                     work.step([net], [optimizer], options.rank, step)
-                    if step >= WARM_UP:
+                    if step >= warm_up:
                         times[name].append(time.perf_counter() - start)
                 if name.startswith("ours"):
-                    if turn == 0 and options.rank == 0:
+                    if options.rank == 0 and (turn == 0 or "auto" in name):
                         sizes = [f"{bucket.nbytes / 2**20:.1f}" for bucket in replicate.state(plain).plan().buckets]
                         print(f"{name}: buckets of {', '.join(sizes)} MiB", flush=True)
                     replicate.state(plain).remove()

@@ -20,7 +20,7 @@ from lightning_replicate.core import agreement
 from lightning_replicate.core.api import BucketPlan, Options, Plan
 from lightning_replicate.core.bucket import Bucket, Slot
 from lightning_replicate.core.layout import ParamSpec, assign_buckets
-from lightning_replicate.core.planning import Arrivals, MessageCost, cut
+from lightning_replicate.core.planning import Arrivals, MessageCost, Trial, cut
 from lightning_replicate.core.sparse import SparseBucket
 from lightning_replicate.core.wire import Wire
 
@@ -84,6 +84,7 @@ class Group:
         self._patience: dict[Slot, int] = {}
         self._numbered = 0
         self._boundaries: list[int] = []  # how many parameters each bucket holds, where that was planned
+        self._trial: Trial | None = None  # of a plan
 
     def set_options(self, options: Options) -> None:
         """Changes how gradients travel. The layout must be built anew."""
@@ -250,7 +251,7 @@ class Group:
         self.build()
 
     def plan_buckets(self, arrivals: Arrivals) -> None:
-        """Takes over the first rank's plan of buckets (``bucket_cap_mb="auto"``). Collective.
+        """Begins to try the first rank's plan of buckets (``bucket_cap_mb="auto"``). Collective.
 
         Args:
             arrivals: When gradients arrived on this rank.
@@ -263,8 +264,21 @@ class Group:
         counts = cut(arrivals.typical([slot.number for slot in members]), sizes, cost)
         padded = [*counts, *[0] * (len(members) - len(counts))]
         agreed = agreement.broadcast_order(padded, len(members), self._groups.control)
-        self._boundaries = [count for count in agreed or () if count > 0]
-        self.build()
+        plan = [count for count in agreed or () if count > 0]
+        if plan != [len(bucket.slots) for bucket in self.buckets]:
+            self._trial = Trial(plan)
+
+    def try_plan(self, trial: Trial) -> None:
+        """Counts a round of the trial; takes over the plan for its second half, and for good if it wins. Collective."""
+        trial.end()
+        if trial.wants_plan:
+            self._boundaries = trial.plan
+            self.build()
+        elif trial.is_over:
+            self._trial = None
+            if agreement.broadcast_order([int(trial.wins)], 1, self._groups.control) != [1]:
+                self._boundaries = []
+                self.build()
 
     def _measure_messages(self) -> MessageCost:
         """Times messages on the process group of the gradients. Collective; takes some messages of 2 MiB."""

@@ -4,6 +4,9 @@ One large bucket pays the latency once and leaves all of it to the end; many sma
 for each message. With a cost of ``latency + seconds_per_byte * bytes`` and messages one after the other, the cut that
 ends first is found exactly by going through all ends of all prefixes.
 
+The model does not know what messages take from computation where both share cores. So a plan is tried: rounds by
+default and rounds as planned are timed, and it stays only where it is faster.
+
 Source: the model and the optimum are those of merged-gradient wait-free backpropagation (Shi et al., arXiv 1811.11141).
 """
 
@@ -12,8 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from time import perf_counter
 
 _ROUNDS = 3  # are looked at before a plan is made
+_TRIAL_ROUNDS = 6  # by default, and as many as planned; the first of each pays for new buffers
+_LEAST_GAIN = 0.03  # of a round; less may be noise
 _MOST_CANDIDATES = 256  # places to cut at; more would take long to go through and win nothing
 
 
@@ -64,6 +70,53 @@ class Arrivals:
             latest = max(latest, median(times)) if times else latest
             found.append(latest)
         return found
+
+
+@dataclass
+class Trial:
+    """A plan beside the default.
+
+    Attributes:
+        plan: How many gradients each bucket holds, in order.
+        rounds: How many rounds were counted: the same on all ranks.
+        by_default: Seconds of this rank's rounds from the first gradient to the last average, with default buckets.
+        as_planned: The same with the plan's.
+    """
+
+    plan: list[int]
+    rounds: int = 0
+    by_default: list[float] = field(default_factory=list)
+    as_planned: list[float] = field(default_factory=list)
+    _start: float | None = None
+
+    def start(self) -> None:
+        """A round begins in which this rank has gradients."""
+        self._start = perf_counter()
+
+    def end(self) -> None:
+        """A round ends."""
+        if self._start is not None:
+            seconds = self.by_default if self.rounds < _TRIAL_ROUNDS else self.as_planned
+            seconds.append(perf_counter() - self._start)
+        self._start = None
+        self.rounds += 1
+
+    @property
+    def wants_plan(self) -> bool:
+        """Whether the plan's rounds begin now."""
+        return self.rounds == _TRIAL_ROUNDS
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all rounds were counted."""
+        return self.rounds >= 2 * _TRIAL_ROUNDS
+
+    @property
+    def wins(self) -> bool:
+        """Whether the plan's rounds were faster. Not where this rank had too few to tell."""
+        if min(len(self.by_default), len(self.as_planned)) < _TRIAL_ROUNDS:
+            return False
+        return median(self.as_planned[1:]) < (1 - _LEAST_GAIN) * median(self.by_default[1:])
 
 
 def cut(arrivals: Sequence[float], nbytes: Sequence[int], cost: MessageCost) -> list[int]:

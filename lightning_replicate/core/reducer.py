@@ -130,6 +130,8 @@ class Reducer(Group):
             abort: Whether this rank takes part only to tell the others that it gave up.
         """
         self._hear_the_last_round()
+        if self._trial is not None and self._tally.dirty:
+            self._trial.start()
         self.before_round()
         self.follow()
         self.count_frozen_rounds()
@@ -207,6 +209,8 @@ class Reducer(Group):
                 self._follow_the_model()
             elif self._tally.arrivals is not None:
                 self._agree_on_order(self._tally.arrivals)
+            elif self._trial is not None:
+                self.try_plan(self._trial)
         self.rounds += 1
         if self._idle:
             missed = {*self._missed, *self._idle}
@@ -340,7 +344,7 @@ class Reducer(Group):
     def _look_at_arrivals(self) -> None:
         """Notes in which order gradients arrive in the next round; and when, in the next rounds, to plan buckets."""
         self._tally.arrivals = []
-        self._boundaries = []
+        self._boundaries, self._trial = [], None
         if self.options.plans_buckets:
             self._arrivals, self._tally.times = Arrivals(), []
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from lightning_replicate import replicate
-from lightning_replicate.core.planning import Arrivals, MessageCost, cut
+from lightning_replicate.core.planning import Arrivals, MessageCost, Trial, cut
+from lightning_replicate.core.state import ReplicateState
 from tests.core.helpers import assert_ranks_equal, assert_same, data, mlp
 from tests.ranks import Ranks
 
@@ -70,7 +72,33 @@ def test_when_gradients_arrive() -> None:
     assert arrivals.typical([2, 1, 0]) == [0.75, 1.0, 1.0]
 
 
-def _planned(rank: int) -> None:
+@pytest.mark.parametrize(
+    ("by_default", "as_planned", "wins"),
+    [
+        ([9.0, 1.0, 1.0, 1.0, 1.0, 1.0], [9.0, 0.9, 0.9, 5.0, 0.9, 0.9], True),
+        ([9.0, 1.0, 1.0, 1.0, 1.0, 1.0], [0.1, 0.99, 0.99, 0.99, 0.99, 0.99], False),  # that little may be noise
+        ([9.0, 1.0, 1.0, 1.0, 1.0, 1.0], [0.1, 0.1, 0.1, 0.1, 0.1], False),  # this rank skipped a round
+    ],
+)
+def test_which_plans_stay(by_default: list[float], as_planned: list[float], wins: bool) -> None:
+    assert Trial([1], 12, by_default, as_planned).wins is wins
+
+
+def test_a_trial_counts_rounds_in_which_a_rank_has_nothing() -> None:
+    trial = Trial([2, 1])
+    for number in range(1, 13):
+        if number % 4:
+            trial.start()
+        trial.end()
+        assert (trial.wants_plan, trial.is_over) == (number == 6, number == 12)
+    assert (len(trial.by_default), len(trial.as_planned)) == (5, 4)
+
+
+PLANNED = 3 + 6  # rounds until buckets are as planned: arrivals are looked at, then the default is timed
+DECIDED = PLANNED + 6
+
+
+def _planned(rank: int, wins: bool) -> None:
     torch.manual_seed(0)
     plain, net = mlp(64, 64, 64, 64, 2), mlp(64, 64, 64, 64, 2)
     net.load_state_dict(plain.state_dict())
@@ -78,8 +106,19 @@ def _planned(rank: int) -> None:
     state = replicate.state(net)
     (group,) = state.groups
     group._measure_messages = lambda: MessageCost(1e-9, 1e-9)  # so fast that each gradient may go by itself
-    for step in range(6):
-        if step == 4:  # another layout: looked at anew, and planned anew
+    own, Trial.wins = Trial.wins, property(lambda _: wins == (rank == 0))  # rank 0 decides
+    try:
+        _go_through_a_plan(rank, plain, net, state, wins)
+    finally:
+        Trial.wins = own
+    with pytest.raises(ValueError, match="positive number of MiB, or 'auto'"):
+        replicate(mlp(2, 2), bucket_cap_mb="large")  # type: ignore[arg-type]
+
+
+def _go_through_a_plan(rank: int, plain: nn.Module, net: nn.Module, state: ReplicateState, wins: bool) -> None:
+    first_frozen = DECIDED + 2
+    for step in range(first_frozen + 8 + DECIDED + 3):  # frozen parameters leave the layout after eight rounds
+        if step == first_frozen:  # another layout: looked at anew, and planned anew
             for model in (plain, net):
                 model[0].weight.requires_grad_(False)
         for model in (plain, net):
@@ -89,23 +128,19 @@ def _planned(rank: int) -> None:
         grads = [param.grad for param in net.parameters() if param.grad is not None]
         assert_ranks_equal(grads)
         assert_same(grads, [param.grad for param in plain.parameters() if param.grad is not None])
-        assert state.last_round is not None
-        if step in (2, 3):
-            plan = [bucket.parameters for bucket in state.plan().buckets]
-            assert len(plan) > 1
-            names: list[list[str]] = [[]] * 2
-            torch.distributed.all_gather_object(names, plan)
-            assert names[0] == names[1]  # rank 0's plan
-        if step == 3:
+        plan = [bucket.parameters for bucket in state.plan().buckets]
+        as_planned = PLANNED <= step + 1 < DECIDED or (wins and DECIDED <= step + 1 < first_frozen + 8)
+        if step < first_frozen + 7:
+            assert (len(plan) > 1) is as_planned, step
+        names: list[list[str]] = [[]] * 2
+        torch.distributed.all_gather_object(names, plan)
+        assert names[0] == names[1]  # rank 0's plan
+        if step == PLANNED:
+            assert state.last_round is not None
             assert state.last_round.early > 0
-    net[2].weight.requires_grad_(False)
-    for step in range(12):
-        net.zero_grad()
-        net(data(rank, step, 3, 64)).pow(2).mean().backward()
-    assert len(state.plan().buckets) > 1
-    with pytest.raises(ValueError, match="positive number of MiB, or 'auto'"):
-        replicate(mlp(2, 2), bucket_cap_mb="large")  # type: ignore[arg-type]
+    assert (len(plan) > 1) is wins
 
 
-def test_d17_auto_plans_once_and_after_a_new_layout(ranks: Ranks) -> None:
-    ranks(2, _planned)
+@pytest.mark.parametrize("wins", [True, False])
+def test_d17_auto_plans_once_and_after_a_new_layout(ranks: Ranks, wins: bool) -> None:
+    ranks(2, _planned, wins)
