@@ -56,7 +56,9 @@ def test_a_short_run_under_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_r68_memory_is_the_gradients_once_and_a_bucket(tmp_path: Path) -> None:
     """R68: stock DDP holds the gradients twice."""
-    printed = _run("growth.py", "memory", "--peers", "ours", "ddp", "--out", str(tmp_path / "growth.json"))
+    short = ("--turns", "2", "--turn", "0.1")
+    printed = _run("growth.py", "idle", "memory", "--peers", "ours", "ddp", *short, "--out", str(tmp_path / "out.json"))
+    assert "with an idle branch / the same model without it" in printed
     beside = {peer: float(share) for peer, share in re.findall(r"memory of ([\w ]+?) +at most ([\d.]+) x", printed)}
     model = 4 * 5 * (2048 * 2048 + 2048)
     bucket = 25 * 2**20 + 4 * 2048 * 2048  # a bucket is closed by the parameter that fills it
@@ -84,8 +86,7 @@ def _counts(rank: int) -> None:
         loss.backward()
     finally:
         sys.setprofile(None)
-    # the hook, and what is done once for each parameter in its bucket
-    assert calls < 400 * 5, calls
+    assert 400 <= calls < 400 * 2, calls  # the hook, and what is done once a round
     last = replicate.state(net).last_round
     assert last is not None
     assert last.collectives == 1

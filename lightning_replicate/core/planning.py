@@ -19,6 +19,7 @@ from time import perf_counter
 
 _ROUNDS = 3  # are looked at before a plan is made
 _TRIAL_ROUNDS = 6  # by default, and as many as planned; the first of each pays for new buffers
+_LEAST_ROUNDS = 3  # of each, in which this rank had gradients
 _LEAST_GAIN = 0.03  # of a round; less may be noise
 _MOST_CANDIDATES = 256  # places to cut at; more would take long to go through and win nothing
 
@@ -114,7 +115,7 @@ class Trial:
     @property
     def wins(self) -> bool:
         """Whether the plan's rounds were faster. Not where this rank had too few to tell."""
-        if min(len(self.by_default), len(self.as_planned)) < _TRIAL_ROUNDS:
+        if min(len(self.by_default), len(self.as_planned)) < _LEAST_ROUNDS:
             return False
         return median(self.as_planned[1:]) < (1 - _LEAST_GAIN) * median(self.by_default[1:])
 
