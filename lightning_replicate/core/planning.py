@@ -90,16 +90,15 @@ class Trial:
     as_planned: list[float] = field(default_factory=list)
     _start: float | None = None
 
-    def start(self) -> None:
-        """A round begins in which this rank has gradients."""
-        self._start = perf_counter()
+    def start(self, has_gradients: bool) -> None:
+        """A round begins. It is timed if this rank has gradients in it."""
+        self._start = perf_counter() if has_gradients else None
 
     def end(self) -> None:
         """A round ends."""
         if self._start is not None:
             seconds = self.by_default if self.rounds < _TRIAL_ROUNDS else self.as_planned
             seconds.append(perf_counter() - self._start)
-        self._start = None
         self.rounds += 1
 
     @property

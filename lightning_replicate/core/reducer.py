@@ -130,8 +130,8 @@ class Reducer(Group):
             abort: Whether this rank takes part only to tell the others that it gave up.
         """
         self._hear_the_last_round()
-        if self._trial is not None and self._tally.dirty:
-            self._trial.start()
+        if self._trial is not None:
+            self._trial.start(self._tally.dirty)
         self.before_round()
         self.follow()
         self.count_frozen_rounds()

@@ -88,8 +88,7 @@ def test_which_plans_stay(by_default: list[float], as_planned: list[float], wins
 def test_a_trial_counts_rounds_in_which_a_rank_has_nothing() -> None:
     trial = Trial([2, 1])
     for number in range(1, 13):
-        if number % 4:
-            trial.start()
+        trial.start(number % 4 > 0)
         trial.end()
         assert (trial.wants_plan, trial.is_over) == (number == 6, number == 12)
     assert (len(trial.by_default), len(trial.as_planned)) == (5, 4)
