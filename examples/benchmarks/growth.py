@@ -1,7 +1,7 @@
-"""How the cost grows: ``python growth.py`` sweeps tensors, elements, ranks and groups, compares a
-model with an idle branch to the same without it, and counts memory.
+"""How the cost grows: ``python growth.py`` sweeps tensors, elements, ranks and groups, and counts memory.
 
-Uses the turns of ``run.py``. Memory is counted in processes of their own, since a process's peak never falls again.
+It also compares a model with an idle branch to the same without it. Uses the turns of ``run.py``. Memory is counted in
+processes of their own, since a process's peak never falls again.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.profiler
 from peers import Peer
-from run import compare, on_ranks, ratios
+from run import compare, on_ranks, ratios, steps_in
 from work import WORK, Work, groups, tensors
 
 PEERS = ["ours", "none", "ddp", "ddp tuned"]
@@ -57,9 +56,8 @@ def idle_branch(rank: int, options: argparse.Namespace) -> dict[str, list[float]
     for _ in range(options.turns):
         for name in order.sample(works, len(works)):
             peer = Peer("ours", WORK[name], rank)
-            steps = torch.tensor([max(1, int(options.turn / peer.seconds(WORK["idle"].warm_up)))])
-            dist.broadcast(steps, 0)
-            times[name].append(peer.seconds(int(steps)))
+            steps = steps_in(options.turn, peer.seconds(WORK["idle"].warm_up))
+            times[name].append(peer.seconds(steps))
             peer.remove()
     return times
 

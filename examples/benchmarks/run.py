@@ -39,14 +39,20 @@ def turns(peers: list[Peer], count: int, seconds: float) -> dict[str, list[float
     """
     for peer in peers:
         peer.seconds(peer.work.warm_up)
-    steps = torch.tensor([max(1, int(seconds / max(peers[0].seconds(2), 1e-4)))])
-    dist.broadcast(steps, 0)
+    steps = steps_in(seconds, peers[0].seconds(2))
     times: dict[str, list[float]] = {peer.name: [] for peer in peers}
     order = random.Random(0)
     for _ in range(count):
         for peer in order.sample(peers, len(peers)):
-            times[peer.name].append(peer.seconds(int(steps)))
+            times[peer.name].append(peer.seconds(steps))
     return times
+
+
+def steps_in(seconds: float, of_one: float) -> int:
+    """How many steps take about so many seconds, by rank 0's measure of one. Collective."""
+    steps = torch.tensor([max(1, int(seconds / max(of_one, 1e-4)))])
+    dist.broadcast(steps, 0)
+    return int(steps)
 
 
 def compare(name: str, work: Work, names: list[str], rank: int, options: argparse.Namespace) -> dict[str, Any]:

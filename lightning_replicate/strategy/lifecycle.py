@@ -343,9 +343,8 @@ def _end_process_groups() -> None:
     """Leaves no thread of a process group to the interpreter's end.
 
     gloo's threads let go of the last collective's tensors after it was waited for, and need the interpreter for that.
-    If it is already ending, torch 2.13 aborts the process: exit code 134 after a training that went well
-    (pytorch#190489).
-    And a group that is left to the interpreter's end makes NCCL warn, and may wait for ranks that are gone.
+    If it is already ending, torch 2.13 aborts the process, after a training that went well (pytorch#190489). And a
+    group that is left to the interpreter's end makes NCCL warn, and may wait for ranks that are gone.
     """
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
