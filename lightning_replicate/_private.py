@@ -360,6 +360,22 @@ def evaluation_loops(trainer: Any) -> list[Any]:
     ]
 
 
+def wrap_loaders_of(loop: Any, wrapper: Callable[[Any], Any]) -> Callable[[], None]:
+    """Lets ``wrapper`` change what a loop of the Trainer gets when it asks for its loaders.
+
+    Reason: Lightning sets loaders up when a loop starts, when they are reloaded, and whenever somebody asks for the
+    number of steps before. This is the one place that all of these pass; ``process_dataloader``, which is public, sees
+    the loaders one by one. If Lightning renames it, a fit raises ``AttributeError`` before it starts.
+
+    Returns:
+        A function that undoes it.
+    """
+    source = loop._data_source
+    original = source.dataloader
+    source.dataloader = lambda: wrapper(original())
+    return lambda: vars(source).pop("dataloader", None)
+
+
 def rank_zero_info(message: str) -> None:
     """Logs on rank 0. Reason: Lightning's two twins each export this; the shared package is the one both have."""
     from lightning_utilities.core.rank_zero import rank_zero_info

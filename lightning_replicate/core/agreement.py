@@ -162,27 +162,19 @@ def sum_later(numbers: Sequence[int], control: dist.ProcessGroup) -> Callable[[]
     return read
 
 
-def gather_number(number: int, control: dist.ProcessGroup) -> list[int]:
+def gather_numbers(numbers: Sequence[int], control: dist.ProcessGroup) -> list[list[int]]:
     """All ranks' numbers, rank by rank.
 
     Args:
-        number: This rank's number.
+        numbers: This rank's numbers; as many on every rank.
         control: A group on which CPU tensors travel.
     """
-    message = torch.tensor([number], dtype=torch.int64)
+    message = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
     gathered = [torch.empty_like(message) for _ in range(dist.get_world_size(control))]
     dist.all_gather(gathered, message, group=control)
-    return [int(theirs.item()) for theirs in gathered]
+    return [[int(number) for number in theirs.tolist()] for theirs in gathered]
 
 
 def gather_flags(flags: Sequence[bool], control: dist.ProcessGroup) -> list[list[bool]]:
-    """All ranks' flags, rank by rank.
-
-    Args:
-        flags: This rank's flags; as many on every rank.
-        control: A group on which CPU tensors travel.
-    """
-    message = torch.tensor(list(flags), dtype=torch.uint8)
-    gathered = [torch.empty_like(message) for _ in range(dist.get_world_size(control))]
-    dist.all_gather(gathered, message, group=control)
-    return [[bool(flag) for flag in theirs.tolist()] for theirs in gathered]
+    """All ranks' flags, rank by rank; see :func:`gather_numbers`."""
+    return [[bool(flag) for flag in theirs] for theirs in gather_numbers(flags, control)]

@@ -226,6 +226,10 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         super().setup_environment()  # type: ignore[misc]
         self._mesh = data_mesh(self.root_device, self.world_size, self._shard_size, self.num_processes)
         _private.set_device_mesh(self.lightning_module, self._mesh)
+        if self.world_size > 1:
+            timeout = _private.process_group_timeout(dist.group.WORLD)
+            self._control = dist.new_group(backend="gloo", timeout=timeout)
+            self._end_epochs_together(self._control)
 
     def setup_distributed(self) -> None:
         super().setup_distributed()  # type: ignore[misc]
@@ -259,15 +263,11 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         self._mark_modules()
         self._check_optimizers()
         self._serve_sharded_modules()
-        if self.world_size > 1:
-            control = self._make_control_group()
+        control = self._control
+        if control is not None:
             self._stopping = StopTogether(trainer, lambda flags: sum_later(flags, control), self.world_size)
+            self._stopping.before_epoch_end = self._require_same_logged
             self._keep_in_lockstep(control)
-
-    def _make_control_group(self) -> dist.ProcessGroup:
-        timeout = _private.process_group_timeout(dist.group.WORLD)
-        self._control = dist.new_group(backend="gloo", timeout=timeout)
-        return self._control
 
     def _mark_modules(self) -> None:
         local = select(self.lightning_module, self._local, "local")

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_replicate import _private
-from lightning_replicate.core.agreement import gather_number
+from lightning_replicate.core.agreement import gather_numbers
 from lightning_replicate.core.api import Options, ReplicateError
 from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.collect import is_fsdp1
 from lightning_replicate.core.replicate import states_in
 from lightning_replicate.core.state import ReplicateState
+from lightning_replicate.strategy.inputs import UnevenInputs
 from lightning_replicate.strategy.lockstep import Lockstep
 from lightning_replicate.strategy.optimizers import step_by_kind
 from lightning_replicate.strategy.precision import clip_over_both_kinds, scale_together
@@ -64,10 +65,10 @@ class MixedModels:
         _control: dist.ProcessGroup | None
         _skipped_steps: SkippedSteps
         _skipped: bool
+        _uneven_inputs: UnevenInputs
         _shards_skip: bool
         _unscaled: list[Any]
         launcher: Any
-        _make_control_group: Callable[[], dist.ProcessGroup]
         _lockstep: Lockstep | None
         _undo: list[Callable[[], Any]]
         _shard_buffers: BufferSync | None
@@ -103,7 +104,6 @@ class MixedModels:
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         make_equal(self.model, select(self.model, self._local, "local"))
-        self._make_control_group()  # its loaders are compared
         self.setup_precision_plugin()
 
     def _follow_buffers_of_shards(self, local: Selection) -> None:
@@ -172,8 +172,15 @@ class MixedModels:
     def _keep_in_lockstep(self, control: dist.ProcessGroup) -> None:
         sharded = sharded_modules(self.lightning_module)
         if sharded:
+            if self._uneven_inputs == "join":
+                raise ValueError(
+                    "`uneven_inputs='join'` cannot serve sharded modules, which communicate in every forward. Use"
+                    " `uneven_inputs='stop'`, or replicate them."
+                )
             together = self._skipped_steps == "together"
-            self._lockstep = Lockstep(sharded, lambda place: gather_number(place, control), may_leave=together)
+            self._lockstep = Lockstep(
+                sharded, lambda place: [number for (number,) in gather_numbers([place], control)], may_leave=together
+            )
 
     def _step_in_lockstep(self, lockstep: Lockstep, step: Callable[[], Any]) -> Any:
         """A training step of a model with sharded modules, whose backward all ranks run alike.

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_replicate import _private
-from lightning_replicate.core.agreement import gather_flags, gather_number, union
+from lightning_replicate.core.agreement import gather_flags, gather_numbers, union
 from lightning_replicate.core.api import ReplicateError
 from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.state import ReplicateState
-from lightning_replicate.strategy.inputs import UnevenInputs, agree_on_end, holds_no_batch
+from lightning_replicate.strategy.inputs import EndTogether, NoBatch, UnevenInputs
 from lightning_replicate.strategy.lockstep import Lockstep
 from lightning_replicate.strategy.marking import parameters_of_optimizers, require_managed
 from lightning_replicate.strategy.precision import closure_for_scaler
@@ -48,6 +48,10 @@ class Steps:
         _unscaled: list[Any]
         _skipped_steps: SkippedSteps
         _uneven_inputs: UnevenInputs
+        _training_data: EndTogether
+        _joins: bool
+        _undo: list[Callable[[], Any]]
+        combined_loader: type
         _checked: list[tuple[int, bool]]
         _skipped: bool
         _rounds_before_backward: list[int]
@@ -64,34 +68,47 @@ class Steps:
 
     # ---- inputs -----------------------------------------------------------------------------------------------
 
+    def _end_epochs_together(self, control: dist.ProcessGroup) -> None:
+        """Lets ranks agree where epochs end, from the first loader that Lightning asks for in this run."""
+        module, gather = self.lightning_module, lambda numbers: gather_numbers(numbers, control)
+        self._training_data = EndTogether(self._uneven_inputs, gather, self._require_uneven_can_be_served)
+        evaluation_data = EndTogether("error", gather)  # where sharded modules communicate in every forward
+        self._joins = False
+
+        def combined(loaders: Any, mode: str) -> Any:
+            return loaders if isinstance(loaders, self.combined_loader) else self.combined_loader(loaders, mode)
+
+        def agree(loaders: Any) -> Any:
+            return self._training_data.agree(combined(loaders, "max_size_cycle"))
+
+        def agree_if_sharded(loaders: Any) -> Any:
+            return evaluation_data.agree(combined(loaders, "sequential")) if sharded_modules(module) else loaders
+
+        self._undo.append(_private.wrap_loaders_of(module.trainer.fit_loop, agree))
+        for loop in _private.evaluation_loops(module.trainer):
+            self._undo.append(_private.wrap_loaders_of(loop, agree_if_sharded))
+
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
-        control = self._control
-        if control is None:
+        module = self.lightning_module
+        if self._control is None or not (module.trainer.training or sharded_modules(module)):
             return dataloader
-        mode = self._uneven_inputs
-        if not self.lightning_module.trainer.training:
-            if not sharded_modules(self.lightning_module):
-                return dataloader
-            mode = "error"  # sharded modules communicate in evaluation, too
-        elif self._lockstep is not None and mode == "join":
-            raise ValueError(
-                "`uneven_inputs='join'` cannot serve sharded modules, which communicate in every forward. Use"
-                " `uneven_inputs='stop'`, or replicate them."
-            )
-        agreed = agree_on_end(dataloader, mode, lambda number: gather_number(number, control))
-        joins = agreed is not dataloader and mode == "join"
-        if joins and not self.lightning_module.automatic_optimization:
+        return self._training_data.part(dataloader)
+
+    def _require_uneven_can_be_served(self) -> None:
+        if self._uneven_inputs != "join":
+            return
+        if not self.lightning_module.automatic_optimization:
             raise ValueError(
                 "`uneven_inputs='join'` needs automatic optimization: a rank without a batch cannot know how many"
                 " backwards the others make. Use `uneven_inputs='stop'`."
             )
-        if joins and self._stopping is not None:
-            self._stopping.before_epoch_end = self._require_same_logged
-        return agreed
+        self._joins = True
 
     def _require_same_logged(self) -> None:
         """A rank that had no batch has logged nothing, and would not take part when the others reduce what they did."""
+        if not self._joins:
+            return
         trainer, control = self.lightning_module.trainer, self._control
         by_rank: list[list[str]] = [[]] * self.world_size
         dist.all_gather_object(by_rank, _private.logged_for_epoch(trainer), group=control)
@@ -106,7 +123,7 @@ class Steps:
                 )
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return batch if holds_no_batch(batch) else super().batch_to_device(batch, *args, **kwargs)  # type: ignore[misc]
+        return batch if isinstance(batch, NoBatch) else super().batch_to_device(batch, *args, **kwargs)  # type: ignore[misc]
 
     # ---- one step ---------------------------------------------------------------------------------------------
 
@@ -114,7 +131,7 @@ class Steps:
         self._follow_the_model()
         for state in self._states:
             state.pre_forward()
-        has_batch = not (args and holds_no_batch(args[0]))
+        has_batch = not (args and isinstance(args[0], NoBatch))
         self._skipped = False
         step = super().training_step  # type: ignore[misc]
         if self._lockstep is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 from lightning_replicate import ReplicateError, ReplicateStrategy
-from lightning_replicate.strategy.inputs import NoBatch, agree_on_end, holds_no_batch
+from lightning_replicate.strategy.inputs import EndTogether
 from tests.core.helpers import assert_ranks_equal, data, mlp
 from tests.ranks import Ranks
 from tests.strategy.helpers import Batches, Small, assert_trained_like, by_hand, trainer
@@ -62,11 +63,15 @@ class _Uneven(Small):
         return DataLoader(_Stream(self.trainer.global_rank, self.lengths[self.trainer.global_rank]), batch_size=None)
 
 
+def _without_warning(rank: int, message: str, case: Any, *args: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message)
+        case(rank, *args)
+
+
 def _stop(rank: int, world: int) -> None:
     for lengths in ([4, 6], [6, 4], [0, 3], [5, 5]) if world == 2 else ([4, 6, 5], [3, 3, 2]):
         for sized in (False, True):
-            if sized and 0 in lengths:
-                continue  # Lightning itself refuses to fit without any batch
             shortest = min(lengths)
             model = _Uneven(lengths, sized)
             run = trainer(max_epochs=2, limit_val_batches=1.0 if shortest else 0)
@@ -253,49 +258,276 @@ def test_r30_validation_loaders_of_unequal_length(ranks: Ranks) -> None:
     ranks(2, _evaluation)
 
 
+class _Schedule(_Uneven):
+    """Asks for the number of steps before the fit, as warm-up schedules do."""
+
+    def __init__(self, lengths: list[int], sized: bool, total: int) -> None:
+        super().__init__(lengths, sized)
+        self.total = total
+
+    def configure_optimizers(self) -> Any:
+        asked = self.trainer.estimated_stepping_batches
+        assert asked == (self.total if self.sized else self.trainer.max_steps)
+        optimizer = super().configure_optimizers()
+        steps = int(asked) if asked > 0 else self.total
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Batches(self.trainer.global_rank, 4), batch_size=None)
+
+
+def _by_hand_with_schedule(steps_an_epoch: int, total: int, world: int) -> list[Any]:
+    model = mlp(4, 5, 2)
+    for step in range(total):
+        lr = 0.1 * (1 - step / total)
+        by_hand(model, lambda m, r, _, i=step: _loss(m, r, i % steps_an_epoch), 1, world=world, lr=lr)
+    return list(model.parameters())
+
+
+def _early(rank: int) -> None:
+    for lengths in ([4, 6], [6, 4]):
+        for sized in (True, False):
+            model = _Schedule(lengths, sized, total=8)
+            run = trainer(max_epochs=2)
+            run.fit(model)
+            assert model.seen == [list(range(4))] * 2
+            assert run.num_training_batches == (4 if sized else float("inf"))
+            assert_trained_like(model, _by_hand_with_schedule(4, 8, WORLD))
+
+
+def test_a_schedule_that_asks_for_the_number_of_steps_gets_the_agreed_one(ranks: Ranks) -> None:
+    ranks(2, _early)
+
+
+class _AsksInSetup(Callback):
+    def setup(self, run: Any, module: Any, stage: str) -> None:
+        self.total = run.estimated_stepping_batches
+
+
+def _orders(rank: int, folder: str) -> None:
+    # whoever asks first; loaders that are made anew in every epoch; twice with the same Trainer
+    asks = _AsksInSetup()
+    run = trainer(max_epochs=2, callbacks=[asks], reload_dataloaders_every_n_epochs=1)
+    run.fit(model := _Schedule([4, 6], True, total=8))
+    assert asks.total == 8 and model.seen == [list(range(4))] * 2
+    assert_trained_like(model, _by_hand_with_schedule(4, 8, WORLD))
+    run.fit_loop.max_epochs = 4
+    run.fit(again := _Schedule([3, 2], True, total=8))
+    assert asks.total == 8 and again.seen == [list(range(2))] * 2
+    assert_ranks_equal(list(again.parameters()))
+
+    for lengths, options, steps, evaluations in (
+        ([8, 6], {"limit_train_batches": 0.5}, 3, 0),  # half of each rank's own, then the shorter
+        ([8, 6], {"limit_train_batches": 5}, 5, 0),
+        ([8, 6], {"overfit_batches": 2}, 2, 1),
+        ([8, 6], {"overfit_batches": 0.5}, 3, 1),
+        ([8, 6], {"val_check_interval": 0.5, "limit_val_batches": 1}, 6, 2),  # in the middle of what is trained on
+        ([8, 6], {"val_check_interval": 6, "limit_val_batches": 1}, 6, 1),
+    ):
+        model = _Schedule(lengths, True, total=steps)
+        counts = _CountValidations()
+        run = trainer(callbacks=[counts], num_sanity_val_steps=0, **options)
+        run.fit(model)
+        assert (model.seen, counts.number) == ([list(range(steps))], evaluations), options
+        assert_trained_like(model, _by_hand_with_schedule(steps, steps, WORLD))
+
+    path = f"{folder}/middle.ckpt"
+    trainer(callbacks=[_SaveAt(3, path)]).fit(_Schedule([5, 7], True, total=5))
+    model = _Schedule([5, 7], True, total=10)
+    trainer(max_epochs=2).fit(model, ckpt_path=path, weights_only=True)
+    assert model.seen == [[3, 4], list(range(5))]
+    assert_ranks_equal(list(model.parameters()))
+
+
+class _CountValidations(Callback):
+    number = 0
+
+    def on_validation_start(self, run: Any, module: Any) -> None:
+        self.number += 1
+
+
+def test_the_agreed_number_of_steps_at_every_entry_and_with_every_limit(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _without_warning, "You're resuming from a checkpoint that ended before", _orders, str(tmp_path))
+
+
+def _tune(rank: int) -> None:
+    from lightning.pytorch.tuner import Tuner
+
+    model = _Uneven([4, 6], sized=True)
+    model.lr = 0.1
+    found = Tuner(trainer(max_epochs=1)).lr_find(model, num_training=7, early_stop_threshold=None)
+    assert found is not None and len(found.results["lr"]) == len(found.results["loss"]) > 0
+    everybody: list[Any] = [None] * WORLD
+    dist.all_gather_object(everybody, found.results["lr"])
+    assert everybody[0] == everybody[1]
+    assert_ranks_equal(list(model.parameters()))
+
+
+def test_the_learning_rate_finder_runs_over_uneven_loaders(ranks: Ranks) -> None:
+    ranks(2, _tune)
+
+
+# ---- several loaders, which end as one --------------------------------------------------------------------------
+
+
+class _TwoLoaders(Small):
+    """``a`` and ``b``, each as long as it is on this rank; what is missing or begins again is Lightning's business."""
+
+    def __init__(self, lengths: list[tuple[int, int]], mode: str, streams: str) -> None:
+        super().__init__()
+        self.lengths, self.mode, self.streams = lengths, mode, streams
+        self.steps_done = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps_done += 1
+        return _combined_loss(self.net, batch)
+
+    def train_dataloader(self) -> Any:
+        rank = self.trainer.global_rank
+        parts = {
+            name: DataLoader((_Stream if name in self.streams else Batches)(rank, length), batch_size=None)
+            for name, length in zip("ab", self.lengths[rank], strict=True)
+        }
+        return CombinedLoader(parts, self.mode)
+
+
+def _combined_loss(model: Any, batch: Any) -> Tensor:
+    parts = [part for part in batch.values() if part is not None]
+    return torch.stack([(scale + 1) * model(part).pow(2).mean() for scale, part in enumerate(parts)]).sum()
+
+
+def _modes(rank: int) -> None:
+    lengths = [(6, 10), (10, 4)]
+    for mode, expected in (("max_size", 10), ("max_size_cycle", 10), ("min_size", 4)):
+        for streams in ("", "ab", "a"):
+            for uneven, steps in (("stop", expected), ("join", 6 if mode == "min_size" else 10)):
+                model = _TwoLoaders(lengths, mode, streams)
+                trainer(ReplicateStrategy(uneven_inputs=uneven)).fit(model)
+
+                def batches(r: int, mode: str = mode) -> list[Any]:
+                    parts = {n: DataLoader(Batches(r, c), None) for n, c in zip("ab", lengths[r], strict=True)}
+                    return [batch for batch, *_ in CombinedLoader(parts, mode)]
+
+                own = [batches(r) for r in range(WORLD)]
+                assert model.steps_done == min(len(own[rank]), steps), (mode, streams, uneven)
+
+                def loss(m: Any, r: int, step: int, own: Any = own) -> Any:
+                    return _combined_loss(m, own[r][step]) if step < len(own[r]) else None
+
+                assert_trained_like(model, by_hand(mlp(4, 5, 2), loss, steps, world=WORLD))
+    with pytest.raises(ReplicateError, match=r"rank 0 has 6 batches, rank 1 has 4 batches"):
+        trainer(ReplicateStrategy(uneven_inputs="error")).fit(_TwoLoaders(lengths, "min_size", ""))
+    # what is as long on all ranks as a whole is no error
+    trainer(ReplicateStrategy(uneven_inputs="error")).fit(_TwoLoaders(lengths, "max_size", ""))
+    with pytest.raises(ValueError, match="does not support"):  # Lightning's own, on all ranks
+        trainer().fit(_TwoLoaders(lengths, "sequential", ""))
+
+
+def test_several_loaders_end_as_one_in_every_mode(ranks: Ranks) -> None:
+    ranks(2, _modes)
+
+
+class _LyingStream(_Stream):
+    def __len__(self) -> int:
+        return 5
+
+
+def _lengths_that_data_does_not_keep(rank: int) -> None:
+    class Lying(_Uneven):
+        def train_dataloader(self) -> Any:
+            dataset: Any = _LyingStream if self.trainer.global_rank == 0 else _Stream
+            return DataLoader(dataset(self.trainer.global_rank, 3 + rank), batch_size=None)
+
+    model = Lying([0, 0])  # a length on one rank only, and a wrong one
+    trainer(max_epochs=2).fit(model)
+    assert model.seen == [[0, 1, 2], [0, 1, 2]]
+    assert_trained_like(model, by_hand(mlp(4, 5, 2), lambda m, r, s: _loss(m, r, s % 3), 6, world=WORLD))
+
+    class Different(_Uneven):
+        def train_dataloader(self) -> Any:
+            loader = super().train_dataloader()
+            return [loader, loader] if rank == 0 else loader
+
+    with pytest.raises(ReplicateError, match=r"different numbers of loaders: rank 0 has 2, rank 1 has 1"):
+        trainer().fit(Different([3, 3]))
+
+
+def test_data_that_does_not_keep_to_its_length(ranks: Ranks) -> None:
+    with_length = r"Your `IterableDataset` has `__len__` defined"
+    ranks(2, _without_warning, with_length, _lengths_that_data_does_not_keep)
+
+
 # ---- the loaders themselves: no ranks needed ------------------------------------------------------------------------
 
 
 class _Ranks:
     """Plays the other rank."""
 
-    def __init__(self, *answers: int) -> None:
+    def __init__(self, *answers: list[int]) -> None:
         self.answers = list(answers)
-        self.asked: list[int] = []
+        self.asked: list[list[int]] = []
 
-    def __call__(self, number: int) -> list[int]:
-        self.asked.append(number)
-        return [number, self.answers.pop(0)]
-
-
-def test_loaders_of_equal_known_length_pay_nothing() -> None:
-    loader = DataLoader(Batches(0, 4), batch_size=None)
-    ranks = _Ranks(4)
-    assert agree_on_end(loader, "stop", ranks) is loader
-    assert ranks.asked == [4]
+    def __call__(self, numbers: Any) -> list[list[int]]:
+        self.asked.append([int(number) for number in numbers])
+        return [self.asked[-1], self.answers.pop(0)]
 
 
-def test_what_was_left_unused_is_said_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    loader = DataLoader(_Stream(0, 4), batch_size=None)
+def test_loaders_of_equal_known_length_agree_once_an_epoch() -> None:
+    ranks = _Ranks([1], [4, 0], [4, 0])
+    agreed = EndTogether("stop", ranks).agree(CombinedLoader(DataLoader(Batches(0, 4), batch_size=None), "min_size"))
+    for _ in range(2):
+        assert len(list(agreed)) == len(agreed) == 4
+    assert ranks.asked == [[1], [4, 0], [4, 0]]
+
+
+def test_what_is_left_unused_is_said_once_and_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    stream = CombinedLoader(DataLoader(_Stream(0, 4), batch_size=None), "min_size")
+    each = [[-1, 1], [1], [1], [0]]
+    together = EndTogether("stop", _Ranks([1], *each, *each, [-1, 1], [1], [0], [1], [2, 0]))
+    agreed = together.agree(stream)
     with caplog.at_level(logging.INFO):
-        assert len(list(agree_on_end(loader, "stop", _Ranks(-1, 1, 1, 0)))) == 2
-        assert len(list(agree_on_end([1, 2, 3, 4, 5], "stop", _Ranks(2)))) == 2
+        assert [len(list(agreed)) for _ in range(3)] == [2, 2, 1]
+        assert len(list(together.agree(CombinedLoader([[1, 2, 3, 4, 5]], "min_size")))) == 2
     assert [record.getMessage() for record in caplog.records] == [
-        "The epoch ended after 2 batches, when a rank had no more. Unused: rank 0 at least 1.",
-        "The epoch ended after 2 batches, when a rank had no more. Unused: rank 0 3.",
+        "The epoch ended after 2 batches, when a rank has no more. Unused: rank 0 at least 1.",
+        "The epoch ended after 1 batch, when a rank has no more. Unused: rank 0 at least 1.",
+        "Each epoch ends after 2 batches, when a rank has no more. Unused: rank 0 3.",
     ]
 
 
-def test_a_wrapped_loader_shows_what_it_wraps() -> None:
-    loader = DataLoader(_Stream(0, 1), batch_size=None)
-    agreed = agree_on_end(loader, "stop", _Ranks(-1))
-    assert agreed.dataset is loader.dataset
+def test_an_agreed_loader_is_one_of_its_class_and_leaves_the_original_alone() -> None:
+    class Mine(CombinedLoader):
+        def __next__(self) -> Any:
+            batch, *rest = super().__next__()
+            return (batch, "mine", *rest)
+
+    loader = Mine([[1, 2], [3, 4]], "max_size")
+    agreed = EndTogether("stop", _Ranks([2], [1, 0])).agree(loader)
+    assert isinstance(agreed, Mine)
+    agreed.limits = [1, 1]
+    assert [batch[:2] for batch in agreed] == [([1, 3], "mine")]
+    assert loader.limits is None and type(loader) is Mine and len(list(loader)) == 2
+
+
+def test_a_loader_that_has_no_length_elsewhere_shows_all_else() -> None:
+    loader = DataLoader(Batches(0, 3), batch_size=None)
+    part: Any = EndTogether("stop", _Ranks([-1])).part(loader)
+    assert part.dataset is loader.dataset
+    part.worker_init_fn = print  # as Lightning seeds workers
+    assert loader.worker_init_fn is print
     with pytest.raises(TypeError):
-        len(agreed)
+        len(part)
+    assert len(list(part)) == 3
+    assert EndTogether("stop", _Ranks([5])).part(loader) is loader
+    assert EndTogether("stop", _Ranks([0])).part(loader) is not loader  # Lightning refuses an empty one, on its rank
+    with pytest.raises(ReplicateError, match=r"ended after 1 batch, before the length that it gave, 2"):
+        list(EndTogether("stop", _Ranks([1], [2, 0])).agree(CombinedLoader([_Short()], "min_size")))
 
 
-def test_no_batch_is_found_within_batches_of_several_loaders() -> None:
-    assert holds_no_batch(NoBatch())
-    assert holds_no_batch({"a": torch.ones(1), "b": NoBatch()})
-    assert holds_no_batch([1, (NoBatch(), 2)])
-    assert not holds_no_batch({"a": [torch.ones(1)], "b": "text"})
+class _Short:
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1])
