@@ -205,6 +205,23 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies ``function`` to all that nested collections hold. Reason: see :func:`tensors_in`."""
+    from torch.utils._pytree import tree_map
+
+    return tree_map(function, value)
+
+
+def as_plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor without its subclass.
+
+    Reason: ``as_subclass`` itself is dispatched to the subclass; torch has no public way around that. Without it,
+    looking at a closure's loss raises ``AttributeError``.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
 def wrap_unscaling(scaler: Any, wrapper: Callable[..., Any]) -> Callable[[], None]:
     """Runs ``wrapper(original, optimizer, ...)`` where a ``GradScaler`` unscales gradients and looks for overflows.
 

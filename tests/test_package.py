@@ -35,6 +35,7 @@ CORE_ORDER = (
     "buffers",
     "marks",
     "collect",
+    "stepping",
     "switches",
     "state",
     "replicate",

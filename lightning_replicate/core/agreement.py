@@ -7,7 +7,8 @@ description, gathered only when digests differ, so that every rank can name the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -162,17 +163,44 @@ def sum_later(numbers: Sequence[int], control: dist.ProcessGroup) -> Callable[[]
     return read
 
 
-def gather_numbers(numbers: Sequence[int], control: dist.ProcessGroup) -> list[list[int]]:
-    """All ranks' numbers, rank by rank.
+def sum_of(numbers: Sequence[float], control: dist.ProcessGroup) -> list[float]:
+    """The sums over ranks, position by position.
 
     Args:
         numbers: This rank's numbers; as many on every rank.
         control: A group on which CPU tensors travel.
     """
-    message = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
+    message = torch.tensor(list(numbers), dtype=torch.float64)
+    dist.all_reduce(message, group=control)
+    return [float(number) for number in message.tolist()]
+
+
+def gather_numbers(
+    numbers: Sequence[float], control: dist.ProcessGroup, dtype: torch.dtype = torch.int64
+) -> list[list[Any]]:
+    """All ranks' numbers, rank by rank.
+
+    Args:
+        numbers: This rank's numbers; as many on every rank.
+        control: A group on which CPU tensors travel.
+        dtype: As what they travel; whole numbers by default.
+    """
+    message = torch.tensor([float(number) for number in numbers], dtype=torch.float64).to(dtype)
     gathered = [torch.empty_like(message) for _ in range(dist.get_world_size(control))]
     dist.all_gather(gathered, message, group=control)
-    return [[int(number) for number in theirs.tolist()] for theirs in gathered]
+    return [theirs.tolist() for theirs in gathered]
+
+
+def ranks_with(flags: Mapping[str, bool], control: dist.ProcessGroup) -> dict[str, list[int]]:
+    """On which ranks each of the named flags is set; those that are set nowhere are left out.
+
+    Args:
+        flags: This rank's flags; the same names on every rank.
+        control: A group on which CPU tensors travel.
+    """
+    columns = zip(*gather_flags(list(flags.values()), control), strict=True)
+    found = {name: [rank for rank, flag in enumerate(c) if flag] for name, c in zip(flags, columns, strict=True)}
+    return {name: ranks for name, ranks in found.items() if ranks}
 
 
 def gather_flags(flags: Sequence[bool], control: dist.ProcessGroup) -> list[list[bool]]:

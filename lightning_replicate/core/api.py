@@ -15,6 +15,9 @@ Average = Literal["participants", "world", "sum", "weighted"]
 BufferChoice = Union[Literal["auto", "step", "epoch", "start"], Iterable[str], Callable[[str, torch.Tensor], bool]]
 """Which buffers follow rank 0 after set-up, and when. See :class:`~lightning_replicate.core.buffers.BufferSync`."""
 
+UnaveragedGradients = Literal["error", "warn", "allow"]
+"""What happens when an optimizer is about to step a replicated parameter with a gradient that no round averaged."""
+
 _AVERAGES = get_args(Average)
 _BUFFER_SCHEDULES = ("auto", "step", "epoch", "start")
 _MIB = 1024 * 1024
@@ -43,6 +46,7 @@ class Options:
         comm_hook_state: First argument of ``comm_hook``.
         buffers: Which buffers follow rank 0, and when.
         strict_unused: Whether a parameter without a gradient is an error.
+        unaveraged_gradients: What happens when an optimizer is about to step with a gradient that was not averaged.
     """
 
     bucket_cap_mb: BucketCap = 25.0
@@ -52,6 +56,7 @@ class Options:
     comm_hook_state: Any = None
     buffers: BufferChoice = "auto"
     strict_unused: bool = False
+    unaveraged_gradients: UnaveragedGradients = "error"
 
     def __post_init__(self) -> None:
         cap = self.bucket_cap_mb
@@ -60,6 +65,9 @@ class Options:
             raise ValueError(f"`bucket_cap_mb` must be a positive number of MiB, or 'auto', got {cap!r}.")
         if self.average not in _AVERAGES:
             raise ValueError(f"`average` must be one of {', '.join(_AVERAGES)}, got {self.average!r}.")
+        if self.unaveraged_gradients not in get_args(UnaveragedGradients):
+            allowed = ", ".join(get_args(UnaveragedGradients))
+            raise ValueError(f"`unaveraged_gradients` must be one of {allowed}, got {self.unaveraged_gradients!r}.")
         if self.reduce_dtype is not None and not (
             isinstance(self.reduce_dtype, torch.dtype) and self.reduce_dtype.is_floating_point
         ):

@@ -179,7 +179,9 @@ class Channel:
             abort: Whether this rank gives the round up.
         """
         reducers = self._live()
-        if not any(reducer.requires_sync for reducer in reducers):
+        # a dropped model's groups are gone on one rank and still there on another, where they want rounds
+        dropped = len(reducers) < len(self._reducers)
+        if not dropped and not any(reducer.requires_sync for reducer in reducers):
             return False
         self._given_up = False
         self._is_open = True
@@ -301,6 +303,12 @@ class Channel:
             handle.remove()
         self._handles.clear()
 
+    def count_backward(self) -> None:
+        """Counts a backward of this rank, where it had none since the last round."""
+        for reducer in self._live():
+            if not reducer.had_backward:
+                reducer.note_backward()
+
     def reset(self) -> None:
         """Takes the place of a backward that failed: closes its round, and tells the other ranks that it is void.
 
@@ -319,6 +327,11 @@ class Channel:
         _close_all(gives_up=self)
         for reducer in self._live():
             reducer.forget_window()
+
+
+def any_groups() -> bool:
+    """Whether anything is replicated in this process."""
+    return any(channel._live() for channel in _channels.values())
 
 
 def _close_all(*, took_part: bool = True, gives_up: Channel | None = None) -> None:

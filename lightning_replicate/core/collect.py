@@ -16,13 +16,37 @@ from lightning_replicate.core.bucket import Slot
 from lightning_replicate.core.dtensor import is_dtensor
 from lightning_replicate.core.marks import FUNCTION_NAME
 
-slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
-"""All slots by the id of their parameter, which a slot keeps alive."""
+
+class _Ownership:
+    """Which slot averages a parameter.
+
+    Attributes:
+        changes: How often that has changed, for whoever remembers the answer.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        # by the id of the parameter, which a slot keeps alive
+        self._slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
+
+    def take(self, slot: Slot) -> None:
+        """Makes the slot the one that averages its parameter."""
+        self._slots[id(slot.param)] = slot
+        self.changes += 1
+
+    def give_up(self, slot: Slot) -> None:
+        """Leaves the parameter to nobody, if it is the slot's."""
+        if slot_of(slot.param) is slot:
+            del self._slots[id(slot.param)]
+            self.changes += 1
+
+    def find(self, param: torch.Tensor) -> Slot | None:
+        """The slot that averages this parameter, or ``None``."""
+        return self._slots.get(id(param))
 
 
-def slot_of(param: torch.Tensor) -> Slot | None:
-    """The slot that averages this parameter, or ``None``."""
-    return slots.get(id(param))
+ownership = _Ownership()
+slot_of = ownership.find
 
 
 def managed_modules(root: nn.Module, prefix: str, ignored: Iterable[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:

@@ -339,7 +339,8 @@ class Group:
         hook = getattr(options.comm_hook, "__qualname__", options.comm_hook)
         return (
             f"bucket_cap_mb={options.bucket_cap_mb}, reduce_dtype={options.reduce_dtype},"
-            f" average={options.average!r}, comm_hook={hook}, strict_unused={options.strict_unused}"
+            f" average={options.average!r}, comm_hook={hook}, strict_unused={options.strict_unused},"
+            f" unaveraged_gradients={options.unaveraged_gradients!r}"
         )
 
     def plan(self) -> Plan:

@@ -12,7 +12,7 @@ arrived from a nested backward, where a parameter may receive more than once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,7 @@ class Reducer(Group):
         weight: How much this rank's next losses count, for ``average="weighted"``.
         rounds: How many rounds this group has closed.
         last_round: What the last of them sent.
+        stepped: Whether an optimizer has stepped some of the parameters since then.
     """
 
     def __init__(self, channel: Channel, options: Options, owner: Any) -> None:
@@ -62,6 +63,8 @@ class Reducer(Group):
         self._sent = [0, 0, 0, 0]  # bytes, collectives, early, late
         self._missed: list[Slot] = []
         self._participants: int | None = None
+        self.stepped = True
+        self._bare: set[Slot] = set()  # for which no round since that step had a gradient
         self._arrivals: Arrivals | None = None  # what a plan of buckets is made from, until it is made
         self._look_at_arrivals()
         self._unread: Callable[[], Totals] | None = None  # the last round's totals, while nobody waited for them
@@ -118,6 +121,11 @@ class Reducer(Group):
         if self.channel.nested:
             self.note_nested()
         self._tally.task = task
+
+    @property
+    def had_backward(self) -> bool:
+        """Whether a backward of this rank was counted since the last round."""
+        return self._window > 0
 
     def note_backward(self) -> None:
         """Counts one backward of this rank in the window that the next round closes."""
@@ -202,7 +210,10 @@ class Reducer(Group):
         """
         self._missed = [slot for bucket in self.buckets for slot in self._finish(bucket)]
         self._participants = None
-        self.count_idle_rounds(slot for bucket in self.buckets for slot in bucket.idle)
+        idle = [slot for bucket in self.buckets for slot in bucket.idle]
+        self.count_idle_rounds(idle)
+        self._bare = set(idle) if self.stepped else self._bare.intersection(idle)
+        self.stepped = False
         signal, abort = self._read_totals()
         if not abort:
             if signal:
@@ -230,6 +241,34 @@ class Reducer(Group):
         self._tally.dirty = False
         self._window = 0.0
 
+    # ---- around the optimizer's step --------------------------------------------------------------------------
+
+    def offer(self, chosen: Set[torch.Tensor] | None) -> None:
+        """Makes gradients that came from no backward part of what this rank gives to the next round.
+
+        Args:
+            chosen: The parameters whose gradients are meant; ``None`` for all.
+        """
+        for slot in self.slots:
+            param = slot.param
+            if param.grad is None or (chosen is not None and param not in chosen):
+                continue
+            self._tally.dirty = True
+            if not slot.used:  # else it was weighed when it arrived
+                slot.used = True
+                if self._tally.scale != 1.0:
+                    param.grad = param.grad * self._tally.scale
+
+    @property
+    def without_average(self) -> Set[Slot]:
+        """For which no rank had a gradient in a round since the last step, or that are idle for long. Mostly empty."""
+        return self._bare | self._idle
+
+    @property
+    def last_weight(self) -> float:
+        """How much this rank counted in the last round."""
+        return self._said.weight
+
     def _finish(self, bucket: Bucket | SparseBucket) -> list[Slot]:
         try:
             with torch.profiler.record_function(f"replicate::wait ({bucket.slots[0].name})"):
@@ -247,8 +286,9 @@ class Reducer(Group):
 
     def _read_totals(self) -> tuple[bool, bool]:
         """Whether any rank asks for a new layout, and whether any gave up."""
-        if not self.buckets:
-            return self.wants_layout, self._said.abort
+        if not self.buckets:  # no tail to say it in
+            wants_layout, abort = agreement.union([self.wants_layout, self._said.abort], self.channel.control)
+            return wants_layout, abort
         last = self.buckets[-1]
         if self.reads_at_once(last):
             totals = last.read_totals()
@@ -295,9 +335,11 @@ class Reducer(Group):
             second_pass = [slot for slot in self.members() if slot in fresh]
             for slot in second_pass:
                 self._prepare_second_pass(slot)
+            self._bare = self._bare - fresh
             for bucket in self.buckets_of(second_pass):
                 self.launch(bucket, early=False)
                 self._missed += self._finish(bucket)
+                self._bare |= set(bucket.idle)
             self._look_at_arrivals()
             self.build()
 
@@ -365,13 +407,8 @@ class Reducer(Group):
         if not members:
             return None
         missed = set(self._missed)
-        idle_here = [slot in missed and slot.param.requires_grad for slot in members]
-        table = agreement.gather_flags(idle_here, self.channel.control)
-        idle = {
-            slot.name: [rank for rank, flags in enumerate(table) if flags[index]]
-            for index, slot in enumerate(members)
-            if any(flags[index] for flags in table)
-        }
+        idle_here = {slot.name: slot in missed and slot.param.requires_grad for slot in members}
+        idle = agreement.ranks_with(idle_here, self.channel.control)
         if not idle:
             return None
         listed = "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in sorted(idle.items()))

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_replicate import _private
 from lightning_replicate.core import agreement
-from lightning_replicate.core.api import Average, BucketCap, BufferChoice, Options
+from lightning_replicate.core.api import Average, BucketCap, BufferChoice, Options, UnaveragedGradients
 from lightning_replicate.core.channel import Channel
 from lightning_replicate.core.collect import collect, is_fsdp1, slot_of, validate_parameters
 from lightning_replicate.core.dtensor import is_dtensor
@@ -43,6 +43,7 @@ class _Replicate:
         broadcast: bool = True,
         buffers: BufferChoice = "auto",
         strict_unused: bool = False,
+        unaveraged_gradients: UnaveragedGradients = "error",
     ) -> Any:
         """Trains modules data-parallel: their gradients are averaged over ranks whenever a backward reaches them.
 
@@ -80,6 +81,9 @@ class _Replicate:
                 :mod:`lightning_replicate.core.buffers`.
             strict_unused: Whether a backward that leaves a parameter without a gradient, on any rank, raises on all
                 ranks with the names, at its end. Costs a message in every round.
+            unaveraged_gradients: What happens when an optimizer is about to step with a gradient that was not averaged:
+                ``"error"`` with the parameter's name, ``"warn"``, or ``"allow"``, for loops in which each rank is meant
+                to step by itself.
 
         Returns:
             What was given: the module, or a tuple if there were several.
@@ -102,6 +106,7 @@ class _Replicate:
             comm_hook_state=hook_state,
             buffers=buffers,
             strict_unused=strict_unused,
+            unaveraged_gradients=unaveraged_gradients,
         )
         apply(
             modules,

@@ -37,7 +37,7 @@ class SparseBucket:
         self.device = slot.param.device
         self.missing = NEVER
         self.launched = False
-        self.idle: list[Slot] = []  # stays empty: a sparse gradient costs a few bytes where nobody has one
+        self.idle: list[Slot] = []
         self._old: torch.Tensor | None = None
         self._local: torch.Tensor | None = None
         self._headers: list[torch.Tensor] = []
@@ -108,6 +108,7 @@ class SparseBucket:
         self._totals = Totals(totals[_WEIGHT].item(), totals[_SIGNAL].item(), totals[_ABORT].item())
         self._found_use = totals[_PRESENT].item() > 0
         slot = self.slots[0]
+        self.idle = [] if self._found_use or self._totals.weight == 0 else [slot]
         counts = [int(count) for count in table[:, _ROWS].tolist()]
         most = max(counts)
         if not self._found_use or most == 0:

@@ -13,11 +13,18 @@ from lightning_replicate.core.agreement import broadcast_from_first
 from lightning_replicate.core.api import Options, Plan, RoundStats
 from lightning_replicate.core.bucket import Slot
 from lightning_replicate.core.buffers import BufferSync
-from lightning_replicate.core.channel import Channel
-from lightning_replicate.core.collect import Watch, managed_modules, own_parameters, slot_of, validate_parameters
-from lightning_replicate.core.collect import slots as slots_by_param
+from lightning_replicate.core.channel import Channel, any_groups
+from lightning_replicate.core.collect import (
+    Watch,
+    managed_modules,
+    own_parameters,
+    ownership,
+    slot_of,
+    validate_parameters,
+)
 from lightning_replicate.core.marks import FUNCTION_NAME, ForwardHook, PlainCopy
 from lightning_replicate.core.reducer import Reducer
+from lightning_replicate.core.stepping import watch_optimizers
 from lightning_replicate.core.switches import Switches
 
 
@@ -106,6 +113,7 @@ class ReplicateState(Switches):
             module.__dict__["__getstate__"] = PlainCopy(module)
         self._watch.look(self.managed_modules())
         self._parents = parents
+        watch_optimizers(on=True)
 
     def refresh_parents(self) -> None:
         """Lets the calls on parents that lost parameters to this one plan anew. Collective."""
@@ -130,7 +138,7 @@ class ReplicateState(Switches):
             if former is not None:
                 losers[former.reducer.owner] = None
                 former.reducer.drop([former])
-            slots_by_param[id(slot.param)] = slot
+            ownership.take(slot)
         return list(losers)
 
     def _after_round(self) -> None:
@@ -212,8 +220,7 @@ class ReplicateState(Switches):
             if gone:
                 reducer.drop(gone)
             for slot in gone:
-                if slot_of(slot.param) is slot:
-                    del slots_by_param[id(slot.param)]
+                ownership.give_up(slot)
 
     def _may_take(self, param: nn.Parameter) -> bool:
         """Whether nobody averages the parameter, or somebody does who no longer holds it."""
@@ -323,10 +330,11 @@ class ReplicateState(Switches):
     def _forget(self) -> None:
         for reducer in self._reducers:
             for slot in reducer.slots:
-                if slot_of(slot.param) is slot:
-                    del slots_by_param[id(slot.param)]
+                ownership.give_up(slot)
             reducer.release()
             reducer.channel.remove(reducer)
+        if not any_groups():
+            watch_optimizers(on=False)
         self._reducers = []
         self.channel = None
         self._buffers = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +56,35 @@ class Switches:
         if self.active and self.requires_gradient_sync:
             assert self.channel is not None
             self.channel.close_without_backward(took_part=took_part)
+
+    def average_gradients(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Averages gradients as they are in ``.grad`` now, wherever they came from. Collective.
+
+        For gradients that no backward brings: made with ``torch.autograd.grad`` and assigned (gradient surgery), by
+        another library, or by backwards under :meth:`no_sync`. Their whole ``.grad`` is what this rank gives; a rank
+        where it is ``None`` gives nothing for that parameter. What is divided by follows ``average``; with
+        ``"weighted"``, gradients that came from no backward are multiplied by this rank's weight here. What
+        backwards under :meth:`no_sync` have brought for other parameters is averaged, too.
+
+        Args:
+            params: The parameters; those of other calls are left out. Default: all.
+        """
+        self.offer_gradients(params)
+        if self.active and self.channel is not None:
+            with self.sync():
+                self.channel.close_without_backward(took_part=False)
+
+    def offer_gradients(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Makes gradients as they are now part of what this rank gives to the next round. Does not communicate.
+
+        Args:
+            params: See :meth:`average_gradients`.
+        """
+        chosen = None if params is None else set(params)
+        for reducer in self._reducers:
+            reducer.offer(chosen)
+        if self.channel is not None:
+            self.channel.count_backward()
 
     @property
     def closed_rounds(self) -> int:
@@ -167,11 +196,18 @@ class Switches:
         for reducer in self._reducers:
             reducer.requires_sync = requires_gradient_sync
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulates gradients without communication inside the block. The same on all ranks."""
+        return self._switched(False)
+
+    def sync(self) -> AbstractContextManager[None]:
+        """Averages gradients inside the block, also within :meth:`no_sync`. The same on all ranks."""
+        return self._switched(True)
+
+    @contextmanager
+    def _switched(self, requires_gradient_sync: bool) -> Iterator[None]:
         before = [reducer.requires_sync for reducer in self._reducers]
-        self.set_requires_gradient_sync(False)
+        self.set_requires_gradient_sync(requires_gradient_sync)
         try:
             yield
         finally:

@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_replicate import _private
 from lightning_replicate.core.agreement import sum_later
-from lightning_replicate.core.api import Average, BucketCap, BufferChoice, Options, Plan
+from lightning_replicate.core.api import Average, BucketCap, BufferChoice, Options, Plan, UnaveragedGradients
 from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.replicate import states_in
 from lightning_replicate.core.state import ReplicateState
@@ -78,6 +78,8 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
             nothing until the last is done. ``"error"``: all ranks raise.
         strict_unused: Whether a step that leaves a parameter without a gradient, on any rank, raises on all ranks, with
             the names.
+        unaveraged_gradients: What happens when an optimizer is about to step with a gradient that was not averaged over
+            ranks: ``"error"``, ``"warn"`` or ``"allow"``. See :meth:`average_gradients`.
         buffers: Which buffers follow rank 0 after set-up, and when: ``"auto"``, ``"step"``, ``"epoch"``, ``"start"``,
             names or a callable. See :mod:`lightning_replicate.core.buffers`.
         accelerator: See ``DDPStrategy``; usually set by the Trainer.
@@ -127,6 +129,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         skipped_steps: SkippedSteps = "participants",
         uneven_inputs: UnevenInputs = "stop",
         strict_unused: bool = False,
+        unaveraged_gradients: UnaveragedGradients = "error",
         buffers: BufferChoice = "auto",
         accelerator: Optional[Accelerator] = None,
         parallel_devices: Optional[list[torch.device]] = None,
@@ -178,6 +181,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
             comm_hook_state=ddp_comm_state,
             buffers=buffers,
             strict_unused=strict_unused,
+            unaveraged_gradients=unaveraged_gradients,
         )
         if skipped_steps not in get_args(SkippedSteps):
             raise ValueError(f"`skipped_steps` must be one of {get_args(SkippedSteps)}, got {skipped_steps!r}.")

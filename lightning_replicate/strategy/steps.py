@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -185,6 +185,24 @@ class Steps:
         divided_by = module.trainer.accumulate_grad_batches if module.automatic_optimization else 1
         for state in weighted:
             state.set_weight(weight, scale=divided_by)
+
+    def average_gradients(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Averages gradients as they are in ``.grad`` now, wherever they came from. Collective.
+
+        For gradients that no backward brings, such as those of gradient surgery; see
+        :meth:`~lightning_replicate.ReplicateState.average_gradients`.
+
+        Args:
+            params: The parameters; those that are not replicated are left out. Default: all.
+        """
+        chosen = None if params is None else list(params)
+        for state in self._states:
+            state.offer_gradients(chosen)
+        with ExitStack() as stack:
+            for state in self._states:
+                stack.enter_context(state.sync())
+            for state in self._channels()[:1]:  # a round is closed on all process groups together
+                state.close_round(took_part=False)
 
     def _follow_the_model(self) -> None:
         """Between steps ranks may communicate, so new parameters become equal before they are used."""

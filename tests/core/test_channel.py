@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -213,3 +214,24 @@ def _subgroups(rank: int) -> None:
 
 def test_d5_d6_t11_a_mesh_or_process_group_of_some_ranks(ranks: Ranks) -> None:
     ranks(4, _subgroups)
+
+
+def _dropped(rank: int) -> None:
+    model, dropped = mlp(4, 5, 2), mlp(4, 5, 2)
+    replicate(model)
+    replicate(dropped)
+    del dropped
+    if rank == 1:  # collected at another time than on rank 0
+        gc.collect()
+    params = list(model.parameters())
+    for step in range(3):
+        model.zero_grad()
+        with replicate.state(model).no_sync():
+            model(data(rank, step, 3, 4)).sum().backward()
+        model(data(rank, step + 1, 3, 4)).sum().backward()
+        both = _mean(lambda r, s=step: model(data(r, s, 3, 4)).sum() + model(data(r, s + 1, 3, 4)).sum(), params)
+        assert_same(grads(params), both)
+
+
+def test_a_dropped_model_that_some_ranks_have_not_collected_yet(ranks: Ranks) -> None:
+    ranks(2, _dropped)
