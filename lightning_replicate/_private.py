@@ -393,6 +393,13 @@ def wrap_loaders_of(loop: Any, wrapper: Callable[[Any], Any]) -> Callable[[], No
     return lambda: vars(source).pop("dataloader", None)
 
 
+def rank_zero_warn(message: str) -> None:
+    """Warns on rank 0. Reason: see :func:`rank_zero_info`."""
+    from lightning_utilities.core.rank_zero import rank_zero_warn
+
+    rank_zero_warn(message)
+
+
 def rank_zero_info(message: str) -> None:
     """Logs on rank 0. Reason: Lightning's two twins each export this; the shared package is the one both have."""
     from lightning_utilities.core.rank_zero import rank_zero_info

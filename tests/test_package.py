@@ -36,6 +36,7 @@ CORE_ORDER = (
     "marks",
     "collect",
     "stepping",
+    "lazy",
     "switches",
     "state",
     "replicate",

@@ -94,7 +94,11 @@ class BufferSync:
             for key, buffer in _private.buffers_of(module).items()
             if buffer is not None
         }
-        new = {name: buffer for name, buffer in new.items() if name not in self._known}
+        new = {
+            name: buffer
+            for name, buffer in new.items()
+            if name not in self._known and not nn.parameter.is_lazy(buffer)  # lazy modules give ranks equal ones
+        }
         require_same_specs([ParamSpec.of(*item) for item in new.items()], "", control, kind="buffer")
         if broadcast:
             broadcast_from_first(list({id(buffer): buffer for buffer in new.values()}.values()), self._group)
@@ -110,7 +114,7 @@ class BufferSync:
 
     def _broadcast(self, where: Sequence[tuple[nn.Module, str]]) -> None:
         found = (_private.buffers_of(module).get(key) for module, key in where)
-        tensors = [buffer for buffer in found if buffer is not None]
+        tensors = [buffer for buffer in found if buffer is not None and not nn.parameter.is_lazy(buffer)]
         if tensors:
             with torch.profiler.record_function("replicate::buffers"):
                 broadcast_from_first(tensors, self._group, unseen_by_autograd=True)

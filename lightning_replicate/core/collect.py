@@ -113,11 +113,11 @@ class Watch:
 def own_parameters(
     modules: Iterable[tuple[str, nn.Module]], ignored: Iterable[nn.Parameter] = ()
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that these modules hold themselves, each once, with their names."""
+    """The parameters that these modules hold themselves, each once, with their names; not those without values yet."""
     seen = set(ignored)
     for prefix, module in modules:
         for key, param in _private.parameters_of(module).items():
-            if param is not None and param not in seen:
+            if param is not None and param not in seen and not nn.parameter.is_lazy(param):
                 seen.add(param)
                 yield (f"{prefix}.{key}" if prefix else key), param
 
@@ -152,15 +152,9 @@ def validate_parameters(params: Iterable[tuple[str, nn.Parameter]], modules: Seq
     """Checks that parameters are of a kind that can be replicated.
 
     Raises:
-        ValueError: If one is uninitialized (a lazy module), on the meta device, a DTensor, or has an optimizer that
-            runs in backward.
+        ValueError: If one is on the meta device, a DTensor, or has an optimizer that runs in backward.
     """
     for name, param in params:
-        if nn.parameter.is_lazy(param):
-            raise ValueError(
-                f"Parameter {name!r} is not initialized yet (a lazy module). Run a forward with a sample batch before"
-                f" replicate(), on every rank."
-            )
         if _private.has_optimizer_in_backward(param):
             raise ValueError(
                 f"Parameter {name!r} has an optimizer that runs in backward, which steps before gradients are averaged."

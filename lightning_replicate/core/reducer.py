@@ -253,11 +253,9 @@ class Reducer(Group):
             param = slot.param
             if param.grad is None or (chosen is not None and param not in chosen):
                 continue
-            self._tally.dirty = True
-            if not slot.used:  # else it was weighed when it arrived
-                slot.used = True
-                if self._tally.scale != 1.0:
-                    param.grad = param.grad * self._tally.scale
+            if not slot.used and self._tally.scale != 1.0:  # else it was weighed when it arrived
+                param.grad = param.grad * self._tally.scale
+            slot.used = self._tally.dirty = True
 
     @property
     def without_average(self) -> Set[Slot]:

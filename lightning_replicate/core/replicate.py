@@ -56,6 +56,9 @@ class _Replicate:
         else. With a single rank it only marks the modules; so it does in a process without a process group, unless a
         launcher announced other processes (a model may be loaded from a checkpoint anywhere).
 
+        Lazy modules join when they get their parameters, in their first forward, with the same values on all ranks; all
+        ranks must run them in the same step for the first time.
+
         Args:
             *modules: The modules to replicate.
             mesh: Device mesh of the ranks that average together: 1-D, or ``("replicate", "shard")`` over all ranks, the
@@ -91,8 +94,8 @@ class _Replicate:
         Raises:
             RuntimeError: If other processes were launched and ``torch.distributed`` is not initialized.
             TypeError: If something other than modules is given, or ``comm_hook`` cannot be called.
-            ValueError: If an option is out of range, a module is already replicated or sharded, or a parameter is
-                uninitialized or a ``DTensor``.
+            ValueError: If an option is out of range, a module is already replicated or sharded, or a parameter is on
+                the meta device or a ``DTensor``.
             ReplicateError: On all ranks, with the first difference, if ranks hold different parameters.
 
         Source: the composable ``replicate`` prototype of pytorch/pytorch#87649 and what its reviewers asked for.
@@ -261,7 +264,9 @@ def equalize(
         if module not in walked:
             own.update(_private.buffers_of(module))
         for key, tensor in own.items():
-            if tensor is None or tensor in keep or is_dtensor(tensor) or slot_of(tensor) is not None:
+            if tensor is None or nn.parameter.is_lazy(tensor):
+                continue
+            if tensor in keep or is_dtensor(tensor) or slot_of(tensor) is not None:
                 continue
             rest[f"{name}.{key}" if name else key] = tensor
     channel = Channel.of(process_group)

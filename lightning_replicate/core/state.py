@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_replicate import _private
-from lightning_replicate.core.agreement import broadcast_from_first
+from lightning_replicate.core.agreement import broadcast_from_first, gather_numbers
 from lightning_replicate.core.api import Options, Plan, RoundStats
 from lightning_replicate.core.bucket import Slot
 from lightning_replicate.core.buffers import BufferSync
@@ -22,6 +23,7 @@ from lightning_replicate.core.collect import (
     slot_of,
     validate_parameters,
 )
+from lightning_replicate.core.lazy import draw_alike, uninitialized
 from lightning_replicate.core.marks import FUNCTION_NAME, ForwardHook, PlainCopy
 from lightning_replicate.core.reducer import Reducer
 from lightning_replicate.core.stepping import watch_optimizers
@@ -111,9 +113,35 @@ class ReplicateState(Switches):
         for module in self.modules:
             self._handles.append(module.register_forward_pre_hook(ForwardHook(self)))
             module.__dict__["__getstate__"] = PlainCopy(module)
+        self._await_lazy_modules()
         self._watch.look(self.managed_modules())
         self._parents = parents
         watch_optimizers(on=True)
+
+    def _await_lazy_modules(self) -> None:
+        modules = self.managed_modules()
+        if uninitialized(modules):
+            assert self.channel is not None
+            seed = gather_numbers([torch.initial_seed() % 2**31], self.channel.control)[0][0]
+            state = weakref.ref(self)  # the modules hold the hooks
+
+            def initialized() -> None:
+                alive = state()
+                if alive is not None and alive.active:
+                    alive.follow_lazy_modules()
+
+            self._handles.extend(draw_alike(modules, seed, initialized))
+
+    def follow_lazy_modules(self) -> None:
+        """Takes over parameters that have just got their values, so that the coming backward finds its hooks."""
+        self._watch.forget()  # they are the same objects as before
+        self.follow(only_add=True)
+        for reducer in self._reducers:
+            reducer.follow()
+
+    def uninitialized_parameters(self) -> list[nn.Parameter]:
+        """The parameters of lazy modules that this call will average as soon as they have values."""
+        return uninitialized(self.managed_modules())
 
     def refresh_parents(self) -> None:
         """Lets the calls on parents that lost parameters to this one plan anew. Collective."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_replicate import _private
-from lightning_replicate.core.agreement import sum_later
+from lightning_replicate.core.agreement import gather_numbers, sum_later
 from lightning_replicate.core.api import Average, BucketCap, BufferChoice, Options, Plan, UnaveragedGradients
 from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.replicate import states_in
@@ -31,6 +31,7 @@ from lightning_replicate.strategy.lockstep import Lockstep
 from lightning_replicate.strategy.marking import mark
 from lightning_replicate.strategy.mesh import ShardSize, data_mesh
 from lightning_replicate.strategy.mixed import MixedModels, is_on_meta
+from lightning_replicate.strategy.monitors import Monitors
 from lightning_replicate.strategy.selection import Patterns, select
 from lightning_replicate.strategy.sharding import ShardPatterns, ShardPolicy, sharded_modules
 from lightning_replicate.strategy.steps import SkippedSteps, Steps
@@ -104,6 +105,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         model: Any
         lightning_module: Any
         optimizers: Any
+        lr_scheduler_configs: Any
         root_device: torch.device
         parallel_devices: Any
         world_size: int
@@ -271,6 +273,9 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         if control is not None:
             self._stopping = StopTogether(trainer, lambda flags: sum_later(flags, control), self.world_size)
             self._stopping.before_epoch_end = self._require_same_logged
+            monitors = Monitors(trainer, lambda numbers: gather_numbers(numbers, control, torch.float64))
+            self._undo.append(monitors.follow_mean(self.lr_scheduler_configs))
+            self._stopping.after_metrics = monitors.compare
             self._keep_in_lockstep(control)
 
     def _mark_modules(self) -> None:

@@ -17,6 +17,7 @@ from lightning_replicate.core.agreement import gather_numbers
 from lightning_replicate.core.api import Options, ReplicateError
 from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.collect import is_fsdp1
+from lightning_replicate.core.lazy import uninitialized
 from lightning_replicate.core.replicate import states_in
 from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy.inputs import UnevenInputs
@@ -130,6 +131,8 @@ class MixedModels:
         sharded = self._sharded()
         if is_on_meta(self.model):
             _private.materialize(self.model, torch.device("cpu") if sharded else self.root_device)
+        if uninitialized(self.model.modules()) and self.lightning_module.example_input_array is not None:
+            initialize_lazy_modules(self.lightning_module)
         if not sharded:
             super().model_to_device()  # type: ignore[misc]
             return
@@ -209,6 +212,24 @@ class MixedModels:
         if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
             return {**output, "loss": lockstep.anchor(output["loss"], factor)}
         return lockstep.anchor(output, factor) if isinstance(output, torch.Tensor) else output
+
+
+def initialize_lazy_modules(module: Any) -> None:
+    """Gives lazy modules their parameters, by a forward of the LightningModule's ``example_input_array``."""
+    example = module.example_input_array
+    modes = {child: child.training for child in module.modules()}
+    module.eval()  # no statistics are gathered
+    try:
+        with torch.no_grad():
+            if isinstance(example, Mapping):
+                module(**example)
+            elif isinstance(example, (list, tuple)):
+                module(*example)
+            else:
+                module(example)
+    finally:
+        for child, training in modes.items():
+            child.training = training
 
 
 def is_on_meta(module: nn.Module) -> bool:

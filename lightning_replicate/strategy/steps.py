@@ -216,6 +216,7 @@ class Steps:
         seen = [(id(param), param.requires_grad) for param in parameters_of_optimizers(self.optimizers)]
         if seen != self._checked:
             managed = {param for state in self._states for param in state.parameters()} | self._local_params
+            managed.update(param for state in self._states for param in state.uninitialized_parameters())
             require_managed(self.optimizers, self.lightning_module, managed)
             self._checked = seen
 

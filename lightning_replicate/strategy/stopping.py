@@ -35,6 +35,7 @@ class StopTogether:
 
     Attributes:
         before_epoch_end: Called on every rank when a training epoch's batches are through.
+        after_metrics: Called on every rank when values that are monitored may be new: after validations and epochs.
     """
 
     def __init__(self, trainer: Any, sum_later: SumLater, world_size: int) -> None:
@@ -46,6 +47,7 @@ class StopTogether:
         self._told_to_end = False
         self._validated = False
         self.before_epoch_end: Callable[[], None] = lambda: None
+        self.after_metrics: Callable[[], None] = lambda: None
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._wrapped = [(fit, "on_run_start"), (fit, "on_advance_end"), (epoch, "on_advance_end")]
         fit.on_run_start = self._and_then_agree(fit.on_run_start)
@@ -105,6 +107,7 @@ class StopTogether:
             before()
             hook(*args)
             self._agree()
+            self.after_metrics()
 
         return hook_and_agreement
 
@@ -115,5 +118,6 @@ class StopTogether:
             hook(*args)
             if self._validated:
                 self._agree()
+                self.after_metrics()
 
         return agreement_around_hook

@@ -182,6 +182,7 @@ def _keeps(rank: int, folder: str) -> None:
     )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "It is recommended to use", UserWarning)
+        warnings.filterwarnings("ignore", "The monitored value 'val_loss' is not the same on all ranks")
         run.fit(_Disagreeing())
     dist.barrier()
     paths: list[Any] = [None] * WORLD

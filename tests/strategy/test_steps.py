@@ -413,6 +413,7 @@ def _monitored(rank: int, folder: str) -> None:
     run = trainer(max_epochs=4, limit_val_batches=1, callbacks=[keep, stop], enable_checkpointing=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "It is recommended to use `self.log")  # not doing so is the case
+        warnings.filterwarnings("ignore", "The monitored value 'watched' is not the same on all ranks")
         run.fit(model)  # ranks that disagree do not wait for each other
     epochs: list[Any] = [None] * WORLD
     torch.distributed.all_gather_object(epochs, (run.current_epoch, sorted(os.listdir(folder))))
@@ -670,14 +671,29 @@ class _Lazy(Small):
         super().__init__()
         self.net = nn.Sequential(nn.LazyLinear(2))
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
 
 def _lazy(rank: int) -> None:
-    with pytest.raises(ValueError, match=r"'net.0.weight' is not initialized yet \(a lazy module\)"):
-        trainer().fit(_Lazy())
+    # in the first step, with values drawn from rank 0's seed, and the optimizer made before
     model = _Lazy()
-    model.net(torch.ones(1, 4))  # other values on each rank
     trainer().fit(model)
-    assert_ranks_equal(list(model.parameters()))
+    first = seeded(lambda: nn.Sequential(nn.Linear(4, 2)), 1000)
+    assert type(model.net[0]) is nn.Linear
+    assert_trained_like(model, by_hand(first, _loss, 4, world=WORLD))
+
+    # at set-up, where Lightning knows an input: rank 0's values
+    for example in (torch.ones(1, 4), (torch.ones(1, 4),), {"x": torch.ones(1, 4)}):
+        model = _Lazy()
+        model.example_input_array = example
+        model.net.append(nn.BatchNorm1d(2, affine=False))
+        run = trainer(max_steps=1)
+        torch.manual_seed(7 + rank)
+        run.fit(model)
+        assert model.net.training and model.net[1].num_batches_tracked == 1  # only by the step
+        first = seeded(lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2, affine=False)), 7)
+        assert_trained_like(model, by_hand(first, _loss, 1, world=WORLD))
 
 
 def test_r26_lazy_modules(ranks: Ranks) -> None:
