@@ -117,17 +117,17 @@ def main(arguments: list[str] | None = None) -> None:
     here = sum((param.to_local() if hasattr(param, "to_local") else param).numel() for param in model.parameters())
     (result,) = trainer.test(model, datamodule=data, verbose=False)
     equal = ranks_are_equal(trainer, model)
-    folder = trainer.strategy.broadcast(tempfile.mkdtemp())
-    path = Path(folder) / "mixed.ckpt"
-    trainer.save_checkpoint(path)
-    if not trainer.is_global_zero:
-        return
-    print(f"{here} of {whole} parameters in each process, test loss {result['test_loss']:.3f}", flush=True)
-    if not equal or result["test_loss"] > 2.6:
-        raise SystemExit("The ranks differ, or the model did not learn.")
-    launch = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-    alone = {name: value for name, value in os.environ.items() if name not in launch}
-    subprocess.run([sys.executable, *sys.argv], env={**alone, "CONTINUE_FROM": str(path)}, check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(trainer.strategy.broadcast(folder)) / "mixed.ckpt"  # rank 0's
+        trainer.save_checkpoint(path)
+        if not trainer.is_global_zero:
+            return
+        print(f"{here} of {whole} parameters in each process, test loss {result['test_loss']:.3f}", flush=True)
+        if not equal or result["test_loss"] > 2.6:
+            raise SystemExit("The ranks differ, or the model did not learn.")
+        launch = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+        alone = {name: value for name, value in os.environ.items() if name not in launch}
+        subprocess.run([sys.executable, *sys.argv], env={**alone, "CONTINUE_FROM": str(path)}, check=True)
 
 
 if __name__ == "__main__":

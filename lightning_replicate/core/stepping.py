@@ -83,13 +83,12 @@ class _Steps:
                 # the round itself refuses optimizers that run in backward
                 if arrived is not None and not _private.has_optimizer_in_backward(arrived.param):
                     self._complain(optimizer, reducer, arrived)
-            apart = {}
-            for slot in slots:  # in the common case all that is done for a parameter
-                grad = slot.param.grad
-                if grad is not None and grad is not slot.view:
-                    if slot.param.requires_grad and not _was_averaged(slot, grad, reducer, last):
-                        self._complain(optimizer, reducer, slot)
-                    apart[slot] = weakref.ref(grad)
+            # in the common case this is all that is done for a parameter
+            found = [(slot, g) for slot in slots if (g := slot.param.grad) is not slot.view and g is not None]
+            for slot, grad in found:
+                if slot.param.requires_grad and not _was_averaged(slot, grad, reducer, last):
+                    self._complain(optimizer, reducer, slot)
+            apart = {slot: weakref.ref(grad) for slot, grad in found}
             self._last[reducer] = _LastStep(reducer.rounds, apart)
             reducer.stepped = True
 

@@ -150,7 +150,6 @@ def _bad_arguments(rank: int) -> None:
             lambda: replicate(model, mesh=mesh["a"], process_group=dist.group.WORLD),
         ),
         (ValueError, "must have one dimension", lambda: replicate(model, mesh=mesh)),
-        (ValueError, "not initialized yet.*sample batch", lambda: replicate(nn.LazyLinear(3))),
         (ValueError, "'weight' is on the meta device", lambda: replicate(nn.Linear(2, 2, device="meta"))),
     ]
     for error, message, call in cases:
