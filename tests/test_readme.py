@@ -74,7 +74,7 @@ def test_snippet(ranks: Ranks, index: int) -> None:
 
 
 def test_there_are_snippets() -> None:
-    assert len(SNIPPETS) == 7
+    assert len(SNIPPETS) == 8
 
 
 def test_the_gate_runs_the_commands() -> None:
