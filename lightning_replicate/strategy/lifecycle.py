@@ -26,7 +26,7 @@ from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.replicate import states_in
 from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy.checkpoint import Checkpoints
-from lightning_replicate.strategy.inputs import UnevenInputs
+from lightning_replicate.strategy.inputs import EndTogether, UnevenInputs
 from lightning_replicate.strategy.lockstep import Lockstep
 from lightning_replicate.strategy.marking import mark
 from lightning_replicate.strategy.mesh import ShardSize, data_mesh
@@ -198,6 +198,8 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         self._rounds_before_backward: list[int] = []
         self._hook_states_after_fit: list[dict[str, Any] | None] = []
         self._control: dist.ProcessGroup | None = None  # for small messages of the strategy's own
+        self._training_data: EndTogether | None = None
+        self._joins = False
         self._stopping: StopTogether | None = None
         self._lockstep: Lockstep | None = None
         self._shard_buffers: BufferSync | None = None
@@ -344,7 +346,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         self._undo = []
         if self._control is not None and dist.is_initialized():
             dist.destroy_process_group(self._control)
-        self._stopping = self._control = None
+        self._stopping = self._control = self._training_data = None
         super().teardown()  # type: ignore[misc]
 
 

@@ -48,7 +48,7 @@ class Steps:
         _unscaled: list[Any]
         _skipped_steps: SkippedSteps
         _uneven_inputs: UnevenInputs
-        _training_data: EndTogether
+        _training_data: EndTogether | None
         _joins: bool
         _undo: list[Callable[[], Any]]
         combined_loader: type
@@ -71,15 +71,15 @@ class Steps:
     def _end_epochs_together(self, control: dist.ProcessGroup) -> None:
         """Lets ranks agree where epochs end, from the first loader that Lightning asks for in this run."""
         module, gather = self.lightning_module, lambda numbers: gather_numbers(numbers, control)
-        self._training_data = EndTogether(self._uneven_inputs, gather, self._require_uneven_can_be_served)
+        training_data = EndTogether(self._uneven_inputs, gather, self._require_uneven_can_be_served)
         evaluation_data = EndTogether("error", gather)  # where sharded modules communicate in every forward
-        self._joins = False
+        self._training_data, self._joins = training_data, False
 
         def combined(loaders: Any, mode: str) -> Any:
             return loaders if isinstance(loaders, self.combined_loader) else self.combined_loader(loaders, mode)
 
         def agree(loaders: Any) -> Any:
-            return self._training_data.agree(combined(loaders, "max_size_cycle"))
+            return training_data.agree(combined(loaders, "max_size_cycle"))
 
         def agree_if_sharded(loaders: Any) -> Any:
             return evaluation_data.agree(combined(loaders, "sequential")) if sharded_modules(module) else loaders
@@ -91,7 +91,7 @@ class Steps:
     def process_dataloader(self, dataloader: object) -> object:
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
         module = self.lightning_module
-        if self._control is None or not (module.trainer.training or sharded_modules(module)):
+        if self._training_data is None or not (module.trainer.training or sharded_modules(module)):
             return dataloader
         return self._training_data.part(dataloader)
 
