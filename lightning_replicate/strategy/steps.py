@@ -63,7 +63,8 @@ class Steps:
         # other numbers of samples
         averages = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
         if averages and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point() and not tensor.is_complex():
-            tensor = tensor.double()
+            # what is logged keeps its type when it is divided by the mean
+            return super().reduce(tensor.double(), group, reduce_op).to(torch.get_default_dtype())  # type: ignore[misc]
         return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
 
     # ---- inputs -----------------------------------------------------------------------------------------------

@@ -252,6 +252,7 @@ def _evaluation(rank: int) -> None:
     (result,) = trainer(limit_val_batches=1.0).validate(model, verbose=False)
     losses = [_loss(model.net, r, step).item() for r, length in enumerate([2, 5]) for step in range(length)]
     assert result["val_loss"] == pytest.approx(sum(losses) / 7)  # over exactly the samples that exist
+    assert model.trainer.callback_metrics["val_loss"].dtype == torch.float32  # as with `ddp` and one process
 
 
 def test_r30_validation_loaders_of_unequal_length(ranks: Ranks) -> None:
