@@ -361,8 +361,7 @@ class ReplicateState(Switches):
                 ownership.give_up(slot)
             reducer.release()
             reducer.channel.remove(reducer)
-        if not any_groups():
-            watch_optimizers(on=False)
+        watch_optimizers(on=any_groups())
         self._reducers = []
         self.channel = None
         self._buffers = None

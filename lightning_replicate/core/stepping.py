@@ -157,7 +157,8 @@ _handles: list[Any] = []
 
 
 def watch_optimizers(*, on: bool) -> None:
-    """Puts the hook on all optimizers, or takes it off."""
+    """Puts the hook on all optimizers, or takes it off, whenever groups came or went."""
+    _steps_of.clear()  # it would keep groups that are gone, and their process groups, as long as an optimizer lives
     if on and not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
