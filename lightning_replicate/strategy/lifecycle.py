@@ -23,6 +23,7 @@ from lightning_replicate import _private
 from lightning_replicate.core.agreement import sum_later
 from lightning_replicate.core.api import Average, BucketCap, BufferChoice, Options, Plan
 from lightning_replicate.core.buffers import BufferSync
+from lightning_replicate.core.failures import forget_failures, note_failure
 from lightning_replicate.core.replicate import states_in
 from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy.checkpoint import Checkpoints
@@ -236,6 +237,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         super().setup_distributed()  # type: ignore[misc]  # leaves a process group that is there as it is
         atexit.unregister(_end_process_groups)  # of an earlier fit
         atexit.register(_end_process_groups)
+        forget_failures()
         self._require_world_size(dist.get_world_size())
 
     def _begin_attempt(self) -> None:
@@ -340,6 +342,10 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         return Plan.joined([state.plan() for state in self._states], self.world_size)
 
     # ---- the end ----------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        note_failure(exception)  # before this rank's connections end, by which the others notice
+        super().on_exception(exception)  # type: ignore[misc]
 
     def teardown(self) -> None:
         if self._states:
