@@ -1,10 +1,11 @@
 """A script that the restart tests start with torchrun. Not a test itself.
 
-    elastic.py FOLDER STRATEGY STEPS KILLS [TIMEOUT]
+    elastic.py FOLDER STRATEGY EPOCHS KILLS [TIMEOUT]
 
-The last rank kills itself in backward in each of the first KILLS attempts that come to training, one step later in
-each. Every rank notes in FOLDER the step from which an attempt trains, and at the end a hash of its weights. TIMEOUT
-(seconds) bounds collectives and the start of an attempt.
+The last rank kills itself in the middle of a backward in each of the first KILLS attempts that come to training, in the
+last step of the second epoch that the attempt trains. Checkpoints are written at the end of epochs, since Lightning
+begins an epoch with its first batch again. Every rank notes in FOLDER the step from which an attempt trains, and at the
+end a hash of its weights. TIMEOUT (seconds) bounds collectives and the start of an attempt.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_replicate import ReplicateStrategy
 
-STEPS_AN_EPOCH = 2
+EPOCH = 2  # steps
 
 
 class Net(LightningModule):
@@ -45,8 +46,8 @@ class Net(LightningModule):
     def train_dataloader(self) -> DataLoader:
         generator = torch.Generator().manual_seed(0)
         world_size = int(os.environ["WORLD_SIZE"])
-        batches = TensorDataset(torch.randn(2 * STEPS_AN_EPOCH * world_size, 4, generator=generator))
-        return DataLoader(batches, batch_size=2)
+        batches = TensorDataset(torch.randn(2 * EPOCH * world_size, 4, generator=generator))
+        return DataLoader(batches, batch_size=2, shuffle=True)  # by a sampler that goes by the epoch
 
 
 class KillInBackward(Callback):
@@ -68,7 +69,7 @@ class KillInBackward(Callback):
         def kill(_: Tensor) -> None:
             nonlocal arrived
             arrived += 1
-            if arrived == 2:  # the first step of this attempt is saved, the second one is not finished
+            if arrived == 2 * EPOCH:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         module.layers[0].weight.register_hook(kill)  # the other layer's gradients have arrived by then
@@ -80,7 +81,7 @@ class KillInBackward(Callback):
 
 
 def main() -> None:
-    folder, name, steps, kills = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    folder, name, epochs, kills = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     timeout = timedelta(seconds=float(sys.argv[5]) if len(sys.argv) > 5 else 60)
     torch.set_num_threads(1)
     options: dict[str, Any] = {"timeout": timeout, "process_group_backend": "gloo"}
@@ -90,14 +91,13 @@ def main() -> None:
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
-        max_steps=steps,
-        max_epochs=-1,
+        max_epochs=epochs,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
             KillInBackward(folder, kills),
-            ModelCheckpoint(folder / "checkpoints", every_n_train_steps=1, save_last=True),
+            ModelCheckpoint(folder / "checkpoints", save_last=True, save_on_train_epoch_end=True),
         ],
     )
     trainer.fit(Net(), ckpt_path="last")

@@ -15,7 +15,7 @@ import pytest
 
 SCRIPT = str(Path(__file__).with_name("elastic.py"))
 TIMEOUT = 200  # seconds, of which an attempt takes about five
-STEPS = 5
+EPOCHS = 5
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def _finish(*agents: subprocess.Popen[str]) -> None:
 
 def _run(folder: Path, kills: int, *options: object) -> None:
     folder.mkdir()
-    _finish(_start(*options, "--nproc-per-node=2", SCRIPT, folder, "replicate", STEPS, kills))
+    _finish(_start(*options, "--nproc-per-node=2", SCRIPT, folder, "replicate", EPOCHS, kills))
 
 
 def _results(folder: Path, world_size: int) -> list[dict[str, object]]:
@@ -74,7 +74,7 @@ def test_r41_ranks_are_started_anew_again_and_again(rendezvous: str, tmp_path: P
     _run(tmp_path / "whole", 0, *options)
     _run(tmp_path / "killed", 3, *options, "--max-restarts=3")
     for rank in range(2):
-        assert _attempts(tmp_path / "killed", rank) == [0, 1, 2, 3]  # from the last checkpoint, at the first try
+        assert _attempts(tmp_path / "killed", rank) == [0, 2, 4, 6]  # from the last checkpoint, at the first try
     assert _results(tmp_path / "killed", 2) == _results(tmp_path / "whole", 2)
     assert len({str(result) for result in _results(tmp_path / "whole", 2)}) == 1
 
@@ -90,8 +90,8 @@ def test_two_nodes_are_started_anew(rendezvous: str, tmp_path: Path) -> None:
             options = ("--master-addr=127.0.0.1", f"--master-port={port}", f"--node-rank={node}")
         else:
             options = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job")
-        agents.append(_start(*common, *options, SCRIPT, tmp_path, "replicate", STEPS, 2))
+        agents.append(_start(*common, *options, SCRIPT, tmp_path, "replicate", EPOCHS, 2))
     _finish(*agents)
     for rank in range(2):
-        assert _attempts(tmp_path, rank) == [0, 1, 2]
+        assert _attempts(tmp_path, rank) == [0, 2, 4]
     assert len({str(result) for result in _results(tmp_path, 2)}) == 1
