@@ -91,6 +91,17 @@ def process_group_timeout(process_group: Any) -> timedelta | None:
     return None
 
 
+def default_store() -> Any:
+    """The store of the default process group.
+
+    Reason: a rank that fails leaves a line there for the others, and torch gives no public access to it. Without it
+    their errors do not tell what failed on that rank.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
 def composable_contract() -> Any:
     """torch's decorator that records composable functions on modules.
 

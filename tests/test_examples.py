@@ -27,7 +27,7 @@ def _run(*command: str) -> str:
 
 def test_digits() -> None:
     out = _run("digits.py")
-    assert "replicated: 14 parameters in 1 buckets, 0.22 MiB, averaged over 2 ranks" in out
+    assert "replicated: 14 parameters in 1 bucket, 0.22 MiB, averaged over 2 ranks" in out
     accuracy = re.search(r"test accuracy: (0\.\d+|1\.0+)", out)
     assert accuracy is not None
     assert float(accuracy[1]) >= 0.97

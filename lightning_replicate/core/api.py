@@ -30,7 +30,13 @@ _DEFAULT_CAP_MIB = 25.0
 
 
 class ReplicateError(RuntimeError):
-    """Ranks disagree, or a round of gradient averaging could not be finished."""
+    """Ranks disagree, or a round of gradient averaging could not be finished.
+
+    Attributes:
+        from_another_rank: Whether another rank's error is the cause.
+    """
+
+    from_another_rank: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,8 +159,8 @@ class Plan:
 
     def __str__(self) -> str:
         head = (
-            f"{len(self.parameters)} parameters in {len(self.buckets)} buckets, {self.nbytes / _MIB:.2f} MiB,"
-            f" averaged over {self.world_size} ranks"
+            f"{_counted(self.parameters, 'parameter')} in {_counted(self.buckets, 'bucket')},"
+            f" {self.nbytes / _MIB:.2f} MiB, averaged over {_counted(range(self.world_size), 'rank')}"
         )
         if self.frozen:
             head += f"; {len(self.frozen)} frozen"
@@ -165,9 +171,13 @@ class Plan:
             shown = ", ".join(bucket.parameters[:3]) + (", ..." if len(bucket.parameters) > 3 else "")
             lines.append(
                 f"  bucket {index}: {bucket.nbytes / _MIB:8.3f} MiB  {str(bucket.dtype).removeprefix('torch.')}"
-                f"  {bucket.device}  {len(bucket.parameters)} parameters ({shown})"
+                f"  {bucket.device}  {_counted(bucket.parameters, 'parameter')} ({shown})"
             )
         return "\n".join(lines)
+
+
+def _counted(things: Sequence[Any], noun: str) -> str:
+    return f"{len(things)} {noun}" if len(things) == 1 else f"{len(things)} {noun}s"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch
 from lightning_replicate.core import agreement
 from lightning_replicate.core.api import Options, ReplicateError, RoundStats
 from lightning_replicate.core.bucket import NEVER, Bucket, Slot, Totals
+from lightning_replicate.core.failures import consequence, is_from_another_rank
 from lightning_replicate.core.group import Group
 from lightning_replicate.core.hooks import Tally, gradient_hook, keep_apart_hook
 from lightning_replicate.core.planning import Arrivals
@@ -272,12 +273,11 @@ class Reducer(Group):
             with torch.profiler.record_function(f"replicate::wait ({bucket.slots[0].name})"):
                 nbytes, collectives = self.wire.finish(bucket)
         except RuntimeError as error:
-            names = ", ".join(slot.name for slot in bucket.slots[:3])
-            raise ReplicateError(
-                f"Rank {self.channel.rank} could not finish bucket {bucket.index} ({names}, ...) in round"
-                f" {self.rounds + 1}. Another rank has failed, or did not come to the end of its backward in time."
-                f" Cause: {error}"
-            ) from error
+            names = ", ".join(slot.name for slot in bucket.slots[:3]) + (", ..." if len(bucket.slots) > 3 else "")
+            what = (
+                f"Rank {self.channel.rank} could not finish bucket {bucket.index} ({names}) in round {self.rounds + 1}"
+            )
+            raise consequence(what, error) from (None if is_from_another_rank(error) else error)
         self._sent[0] += nbytes
         self._sent[1] += collectives
         return bucket.settle(self.wire.adds_up)

@@ -23,6 +23,7 @@ from lightning_replicate import _private
 from lightning_replicate.core.agreement import gather_numbers, sum_later
 from lightning_replicate.core.api import Average, BucketCap, BufferChoice, Options, Plan, UnaveragedGradients
 from lightning_replicate.core.buffers import BufferSync
+from lightning_replicate.core.failures import forget_failures, note_failure
 from lightning_replicate.core.replicate import states_in
 from lightning_replicate.core.state import ReplicateState
 from lightning_replicate.strategy.checkpoint import Checkpoints
@@ -32,6 +33,7 @@ from lightning_replicate.strategy.marking import mark
 from lightning_replicate.strategy.mesh import ShardSize, data_mesh
 from lightning_replicate.strategy.mixed import MixedModels, is_on_meta
 from lightning_replicate.strategy.monitors import Monitors
+from lightning_replicate.strategy.rendezvous import attempt_store, store_outlives_ranks
 from lightning_replicate.strategy.selection import Patterns, select
 from lightning_replicate.strategy.sharding import ShardPatterns, ShardPolicy, sharded_modules
 from lightning_replicate.strategy.steps import SkippedSteps, Steps
@@ -94,7 +96,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         model_averaging_period: See ``DDPStrategy``.
         process_group_backend: Backend of the default process group. Default: ``gloo`` on CPU, ``cpu:gloo,cuda:nccl``
             on CUDA, so that host tensors can travel too.
-        timeout: How long a collective may take.
+        timeout: How long a collective may take, and other ranks may take to come.
         start_method: How processes start: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         find_unused_parameters: Accepted for DDP's sake; changes nothing.
         static_graph: Accepted for DDP's sake; changes nothing.
@@ -109,6 +111,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         root_device: torch.device
         parallel_devices: Any
         world_size: int
+        global_rank: int
         num_nodes: int
         num_processes: int
         cluster_environment: Any
@@ -163,6 +166,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
             timeout=timeout,
             start_method=start_method,
         )
+        self._given_timeout = timeout
         self._replicate = replicate
         self._local = local
         given = {
@@ -240,10 +244,35 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
             self._end_epochs_together(self._control)
 
     def setup_distributed(self) -> None:
-        super().setup_distributed()  # type: ignore[misc]
+        if store_outlives_ranks() and not dist.is_initialized():
+            self._begin_attempt()
+        super().setup_distributed()  # type: ignore[misc]  # leaves a process group that is there as it is
         atexit.unregister(_end_process_groups)  # of an earlier fit
         atexit.register(_end_process_groups)
+        forget_failures()
         self._require_world_size(dist.get_world_size())
+
+    def _begin_attempt(self) -> None:
+        """Makes the default process group in a part of the store that no dead rank has written to."""
+        self.set_world_ranks()  # type: ignore[attr-defined]
+        rank, environment = self.global_rank, self.cluster_environment
+        store = attempt_store(
+            environment.main_address,
+            environment.main_port,
+            rank,
+            self.world_size,
+            self._given_timeout or _DEFAULT_TIMEOUT,
+        )
+        backend = self._get_process_group_backend()
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=self.world_size,
+            timeout=self._given_timeout,
+            device_id=None if self.root_device.type == "cpu" else self.root_device,
+        )
+        _private.rank_zero_info(f"distributed_backend={backend}, {self.world_size} processes")
 
     def _require_world_size(self, launched: int) -> None:
         believed = self.num_nodes * self.num_processes
@@ -324,6 +353,10 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         return Plan.joined([state.plan() for state in self._states], self.world_size)
 
     # ---- the end ----------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        note_failure(exception)  # before this rank's connections end, by which the others notice
+        super().on_exception(exception)  # type: ignore[misc]
 
     def teardown(self) -> None:
         if self._states:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_replicate import ReplicateState, replicate
+from lightning_replicate.core.api import BucketPlan, Plan
 from tests.core.helpers import assert_ranks_equal, assert_same, data, grads, local_grads, mean_of, mlp
 from tests.ranks import Ranks
 
@@ -270,6 +271,15 @@ def _plan(rank: int) -> None:
     assert (plan.nbytes, plan.world_size, plan.frozen) == (128, WORLD, ("0.bias",))
     text = str(plan)
     assert "3 parameters in 3 buckets" in text and "bucket 2" in text and "1 frozen" in text
+
+
+def test_a_plan_counts_in_words() -> None:
+    one = BucketPlan(("weight",), torch.float32, torch.device("cpu"), 4)
+    assert str(Plan((one,), 1)).splitlines() == [
+        "1 parameter in 1 bucket, 0.00 MiB, averaged over 1 rank",
+        "  bucket 0:    0.000 MiB  float32  cpu  1 parameter (weight)",
+    ]
+    assert str(Plan((), 2)) == "0 parameters in 0 buckets, 0.00 MiB, averaged over 2 ranks"
 
 
 def test_the_plan_is_data(ranks: Ranks) -> None:

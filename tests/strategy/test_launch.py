@@ -108,3 +108,20 @@ def test_r43_two_jobs_on_one_machine(tmp_path: Path) -> None:
     _launch(*([SCRIPT, str(folder), "replicate", "2", "1"] for folder in folders))
     for folder in folders:
         _check(folder, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "because"),
+    [
+        ("raise", "rank 1 failed: ValueError: batch 2 is no good. ("),
+        ("kill", "another rank has failed, or did not come"),
+    ],
+)
+def test_the_last_error_names_the_first(how: str, because: str) -> None:
+    """Rank 0's own error ends the output, long after that of the rank that failed."""
+    with pytest.raises(AssertionError) as caught:
+        _launch([str(Path(__file__).with_name("failing.py")), how])
+    out = str(caught.value)
+    last = next(line for line in reversed(out.splitlines()) if "Error: " in line)
+    assert "Rank 0 could not finish bucket 0" in last and f"because {because}" in last
+    assert "GLHF" not in out and "direct cause" not in out  # the backend's advice, and its error as one more traceback
