@@ -19,6 +19,7 @@ import lightning_replicate
 PACKAGE = Path(lightning_replicate.__file__).parent
 CORE_ORDER = (
     "api",
+    "names",
     "dtensor",
     "clipping",
     "layout",

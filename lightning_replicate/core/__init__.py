@@ -5,6 +5,6 @@ Read in this order: ``api`` (plain types), ``layout`` (parameters to buckets) an
 all ranks must agree on), ``group`` (parameters and their agreed layout), ``hooks`` (what runs once a parameter),
 ``reducer`` (one group's round), ``channel`` (all groups of one process group), ``buffers``, ``marks`` (what sits on a
 module), ``collect`` (which parameters a call manages), ``switches`` (what a user sets around a step), ``state`` (one
-``replicate()`` call) and ``replicate`` (the entry point). ``dtensor`` and ``clipping`` stand by themselves;
-``hook_state`` is what a checkpoint keeps of a communication hook.
+``replicate()`` call) and ``replicate`` (the entry point). ``dtensor``, ``clipping`` and
+``names`` (what a glob means) stand by themselves; ``hook_state`` is what a checkpoint keeps of a communication hook.
 """

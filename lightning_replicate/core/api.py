@@ -15,6 +15,9 @@ Average = Literal["participants", "world", "sum", "weighted"]
 BufferChoice = Union[Literal["auto", "step", "epoch", "start"], Iterable[str], Callable[[str, torch.Tensor], bool]]
 """Which buffers follow rank 0 after set-up, and when. See :class:`~lightning_replicate.core.buffers.BufferSync`."""
 
+IgnoredBuffers = Union[str, torch.Tensor, Iterable[Union[str, torch.Tensor]]]
+"""Buffers that are each rank's own: names, globs, or the buffers themselves."""
+
 _AVERAGES = get_args(Average)
 _BUFFER_SCHEDULES = ("auto", "step", "epoch", "start")
 _MIB = 1024 * 1024
@@ -75,6 +78,8 @@ class Options:
                 f"`buffers` must be one of {', '.join(_BUFFER_SCHEDULES)}, a list of names or a callable,"
                 f" got {self.buffers!r}."
             )
+        if not isinstance(self.buffers, str) and not callable(self.buffers):
+            object.__setattr__(self, "buffers", tuple(self.buffers))  # it is read more than once
 
     @property
     def plans_buckets(self) -> bool:
