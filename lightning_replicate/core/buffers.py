@@ -24,6 +24,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -135,7 +136,7 @@ class BufferSync:
         self._ignored = ignored
         self._step: list[tuple[nn.Module, str]] = []
         self._read: list[tuple[nn.Module, str]] = []
-        self._known: set[str] = set()
+        self._known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
         self.rescan()
 
     def rescan(self) -> None:
@@ -175,14 +176,17 @@ class BufferSync:
         """
         self.rescan()
         new = {
-            found.name: found.buffer
+            found.name: found
             for found in buffers_in(self._walk(), self._ignored)
-            if found.name not in self._known
+            if found.key not in self._known.get(found.module, ())
         }
-        require_same_specs([ParamSpec.of(*item) for item in new.items()], "", control, kind="buffer")
+        require_same_specs(
+            [ParamSpec.of(name, found.buffer) for name, found in new.items()], "", control, kind="buffer"
+        )
         if broadcast:
-            broadcast_from_first(list({id(buffer): buffer for buffer in new.values()}.values()), self._group)
-        self._known |= new.keys()
+            broadcast_from_first(list(dict.fromkeys(found.buffer for found in new.values())), self._group)
+        for found in new.values():
+            self._known.setdefault(found.module, set()).add(found.key)
 
     def after_round(self) -> None:
         """Synchronizes what follows rank 0 in every step. Collective, but for models without such buffers."""

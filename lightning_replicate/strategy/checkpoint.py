@@ -137,8 +137,8 @@ class Checkpoints:
         if failed and len(failed) < len(errors):
             raise ReplicateError(
                 f"The checkpoint fits some ranks, and not rank {', '.join(map(str, failed))}: {errors[failed[0]]}\nA"
-                f" checkpoint holds rank 0's value of a buffer that is each rank's own. Register such a buffer with"
-                f" `persistent=False`, or put this rank's value into `checkpoint['state_dict']` in `on_load_checkpoint`."
+                f" checkpoint holds rank 0's value of a buffer that is each rank's own. Register it with"
+                f" `persistent=False`, or put the rank's value into `checkpoint['state_dict']` in `on_load_checkpoint`."
             ) from error
         if error is not None:
             raise error
