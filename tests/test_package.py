@@ -20,6 +20,7 @@ PACKAGE = Path(lightning_replicate.__file__).parent
 CORE_ORDER = (
     "api",
     "failures",
+    "names",
     "dtensor",
     "clipping",
     "layout",

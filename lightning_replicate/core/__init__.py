@@ -6,6 +6,6 @@ buckets) and ``planning`` (where to cut them), ``bucket`` (one flat buffer), ``s
 layout), ``hooks`` (what runs once a parameter), ``reducer`` (one group's round), ``channel`` (all groups of one
 process group), ``buffers``, ``marks`` (what sits on a module), ``collect`` (which parameters a call manages),
 ``stepping`` (what optimizers step with), ``lazy`` (modules whose parameters come later), ``switches`` (what a user sets
-around a step), ``state`` (one ``replicate()`` call) and ``replicate`` (the entry point). ``dtensor`` and ``clipping``
-stand by themselves; ``hook_state`` is what a checkpoint keeps of a communication hook.
+around a step), ``state`` (one ``replicate()`` call) and ``replicate`` (the entry point). ``dtensor``, ``clipping`` and
+``names`` stand by themselves; ``hook_state`` is what a checkpoint keeps of a communication hook.
 """

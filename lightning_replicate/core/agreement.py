@@ -57,10 +57,12 @@ def _first_difference(described: Sequence[tuple[str, Sequence[ParamSpec]]], kind
                 )
             if fields:
                 field = fields[0]
+                ignored = {"parameter": "ignored_params", "buffer": "ignored_buffers"}[kind]
                 return (
                     f"{kind.capitalize()} {mine.name!r} differs between ranks in its {field}:"
                     f" {getattr(mine, field)} on rank 0, {getattr(theirs, field)} on rank {rank}."
-                    f" Give it the same {field} on all ranks, or leave it out of replicate()."
+                    f" Give it the same {field} on all ranks, or leave it out: `replicate({ignored}=...)`,"
+                    f" `ReplicateStrategy(local=...)`."
                 )
         if len(others) != len(reference):
             longer, rank_of_longer = (reference, 0) if len(reference) > len(others) else (others, rank)

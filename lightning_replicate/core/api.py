@@ -18,6 +18,9 @@ BufferChoice = Union[Literal["auto", "step", "epoch", "start"], Iterable[str], C
 UnaveragedGradients = Literal["error", "warn", "allow"]
 """What happens when an optimizer is about to step a replicated parameter with a gradient that no round averaged."""
 
+IgnoredBuffers = Union[str, torch.Tensor, Iterable[Union[str, torch.Tensor]]]
+"""Buffers that are each rank's own: names, globs, or the buffers themselves."""
+
 _AVERAGES = get_args(Average)
 _BUFFER_SCHEDULES = ("auto", "step", "epoch", "start")
 _MIB = 1024 * 1024
@@ -89,6 +92,8 @@ class Options:
                 f"`buffers` must be one of {', '.join(_BUFFER_SCHEDULES)}, a list of names or a callable,"
                 f" got {self.buffers!r}."
             )
+        if not isinstance(self.buffers, str) and not callable(self.buffers):
+            object.__setattr__(self, "buffers", tuple(self.buffers))  # it is read more than once
 
     @property
     def plans_buckets(self) -> bool:

@@ -13,13 +13,18 @@ names, call    the chosen ones                               nothing
 =============  ===========================================  =====================================================
 
 Integer buffers (counters) and the states of torchmetrics' metrics belong to their rank and are left alone, unless they
-are chosen by name or callable.
+are chosen by name or callable. In a glob among these names, ``*`` stands for any characters, dots too.
+
+``ignored_buffers`` are each rank's own from the start, whatever is chosen: shapes may differ, too. They are ignored by
+their names, so that one which is assigned anew, or registered later, is ignored as well.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,8 +32,85 @@ from torch import nn
 
 from lightning_replicate import _private
 from lightning_replicate.core.agreement import broadcast_from_first, require_same_specs
-from lightning_replicate.core.api import BufferChoice
+from lightning_replicate.core.api import BufferChoice, IgnoredBuffers
 from lightning_replicate.core.layout import ParamSpec
+from lightning_replicate.core.names import matches_any, matches_name, nothing_matched
+
+
+class HeldBuffer(NamedTuple):
+    """A buffer, its full name, and where it is held: ``module.<key>``."""
+
+    name: str
+    module: nn.Module
+    key: str
+    buffer: torch.Tensor
+
+
+def buffers_in(modules: Iterable[tuple[str, nn.Module]], ignored: Sequence[str] = ()) -> list[HeldBuffer]:
+    """The buffers that these modules hold themselves, without those whose name is ignored.
+
+    Args:
+        modules: The modules with their names.
+        ignored: Names and globs.
+    """
+    held = [
+        HeldBuffer(f"{prefix}.{key}" if prefix else key, module, key, buffer)
+        for prefix, module in modules
+        for key, buffer in _private.buffers_of(module).items()
+        if buffer is not None
+    ]
+    return [found for found in held if not matches_any(ignored, found.name)]
+
+
+def names_to_ignore(
+    given: IgnoredBuffers,
+    named: Sequence[tuple[str, nn.Module]],
+    choice: BufferChoice,
+    *,
+    all_here: bool,
+) -> tuple[str, ...]:
+    """Turns what was given as ``ignored_buffers`` into names and globs.
+
+    Names and globs stay as they are. Added are the names of buffers that were given as tensors, and the other names of
+    all that is ignored: a buffer may be held in several places.
+
+    Args:
+        given: Names, globs and buffers.
+        named: The modules that may hold them, under each of their names.
+        choice: The ``buffers`` option.
+        all_here: Whether each of them must be found in these modules.
+
+    Raises:
+        TypeError: If something else is given.
+        ValueError: If one matches nothing, or is also chosen by name to follow rank 0.
+    """
+    wanted = [given] if isinstance(given, (str, torch.Tensor)) else list(given)
+    held = buffers_in(named)
+    ignored: set[torch.Tensor] = set()
+    for item in wanted:
+        if isinstance(item, str):
+            found = [one.buffer for one in held if matches_name(item, one.name)]
+        elif isinstance(item, torch.Tensor):
+            found = [one.buffer for one in held if one.buffer is item]
+        else:
+            raise TypeError(f"`ignored_buffers` takes names, globs and buffers, got {type(item).__name__}.")
+        if not found and all_here:
+            raise ValueError(_not_here(item, held))
+        ignored.update(found)
+    names = [item for item in wanted if isinstance(item, str)]
+    names += [one.name for one in held if one.buffer in ignored]
+    if not isinstance(choice, str) and not callable(choice):
+        for name in choice:
+            if name in names:
+                raise ValueError(f"Buffer {name!r} is to follow rank 0 (`buffers`) and to be ignored. Choose one.")
+    return tuple(dict.fromkeys(names))
+
+
+def _not_here(item: str | torch.Tensor, held: Sequence[HeldBuffer]) -> str:
+    kind = "buffer that this call looks after"
+    if isinstance(item, str):
+        return nothing_matched(item, "ignored_buffers", kind, [found.name for found in held])
+    return f"`ignored_buffers`: a {type(item).__name__} of shape {tuple(item.shape)} is no {kind}."
 
 
 class BufferSync:
@@ -38,6 +120,7 @@ class BufferSync:
         choice: The ``buffers`` option.
         walk: Gives the managed modules with their names.
         group: The group over which buffers travel.
+        ignored: Names and globs of buffers that are each rank's own.
     """
 
     def __init__(
@@ -45,22 +128,22 @@ class BufferSync:
         choice: BufferChoice,
         walk: Callable[[], Sequence[tuple[str, nn.Module]]],
         group: dist.ProcessGroup,
+        ignored: Sequence[str] = (),
     ) -> None:
-        self._choice = choice if isinstance(choice, str) or callable(choice) else tuple(choice)
+        self._choice = choice
         self._walk = walk
         self._group = group
+        self._ignored = ignored
         self._step: list[tuple[nn.Module, str]] = []
         self._read: list[tuple[nn.Module, str]] = []
-        self._known: set[str] = set()
+        self._known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
         self.rescan()
 
     def rescan(self) -> None:
         """Chooses anew. Call it when modules came or went."""
         self._step, self._read = [], []
-        for prefix, module in self._walk():
-            for key, buffer in _private.buffers_of(module).items():
-                if buffer is not None:
-                    self._sort_in(f"{prefix}.{key}" if prefix else key, module, key, buffer)
+        for found in buffers_in(self._walk(), self._ignored):
+            self._sort_in(*found)
 
     def _sort_in(self, name: str, module: nn.Module, key: str, buffer: torch.Tensor) -> None:
         choice = self._choice
@@ -68,7 +151,10 @@ class BufferSync:
         if callable(choice):
             to = self._step if choice(name, buffer) else None
         elif not isinstance(choice, str):
-            to = self._step if any(fnmatch.fnmatchcase(name, pattern) for pattern in choice) else None
+            chosen = name in choice or any(
+                fnmatch.fnmatchcase(name, pattern) for pattern in choice
+            )  # "[0].x" is a name
+            to = self._step if chosen else None
         elif not statistic and (not buffer.is_floating_point() or _is_metric(module)):
             to = None
         elif choice == "auto":
@@ -88,21 +174,20 @@ class BufferSync:
         Raises:
             ReplicateError: On all ranks, if they hold different buffers.
         """
+        self.rescan()
         new = {
-            f"{prefix}.{key}" if prefix else key: buffer
-            for prefix, module in self._walk()
-            for key, buffer in _private.buffers_of(module).items()
-            if buffer is not None
+            found.name: found
+            for found in buffers_in(self._walk(), self._ignored)
+            if found.key not in self._known.get(found.module, ())
+            and not nn.parameter.is_lazy(found.buffer)  # lazy modules give ranks equal ones
         }
-        new = {
-            name: buffer
-            for name, buffer in new.items()
-            if name not in self._known and not nn.parameter.is_lazy(buffer)  # lazy modules give ranks equal ones
-        }
-        require_same_specs([ParamSpec.of(*item) for item in new.items()], "", control, kind="buffer")
+        require_same_specs(
+            [ParamSpec.of(name, found.buffer) for name, found in new.items()], "", control, kind="buffer"
+        )
         if broadcast:
-            broadcast_from_first(list({id(buffer): buffer for buffer in new.values()}.values()), self._group)
-        self._known |= new.keys()
+            broadcast_from_first(list(dict.fromkeys(found.buffer for found in new.values())), self._group)
+        for found in new.values():
+            self._known.setdefault(found.module, set()).add(found.key)
 
     def after_round(self) -> None:
         """Synchronizes what follows rank 0 in every step. Collective, but for models without such buffers."""

@@ -69,6 +69,18 @@ def managed_modules(root: nn.Module, prefix: str, ignored: Iterable[nn.Module] =
     yield from walk(root, prefix)
 
 
+def all_names(
+    roots: Iterable[nn.Module], prefixes: Iterable[str], ignored: Iterable[nn.Module] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """The managed modules under each of their names: a module may be held in several places."""
+    ignored = set(ignored)
+    for root, prefix in zip(roots, prefixes, strict=True):
+        managed = {module for _, module in managed_modules(root, prefix, ignored)}
+        for name, module in root.named_modules(prefix=prefix, remove_duplicate=False):
+            if module in managed:
+                yield name, module
+
+
 def _has_another_owner(module: nn.Module) -> bool:
     owned = _private.composable_registry(module).keys() & {FUNCTION_NAME, "fully_shard"}
     return bool(owned) or is_fsdp1(module)

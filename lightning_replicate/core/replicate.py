@@ -12,9 +12,17 @@ from torch import nn
 
 from lightning_replicate import _private
 from lightning_replicate.core import agreement
-from lightning_replicate.core.api import Average, BucketCap, BufferChoice, Options, UnaveragedGradients
+from lightning_replicate.core.api import (
+    Average,
+    BucketCap,
+    BufferChoice,
+    IgnoredBuffers,
+    Options,
+    UnaveragedGradients,
+)
+from lightning_replicate.core.buffers import names_to_ignore
 from lightning_replicate.core.channel import Channel
-from lightning_replicate.core.collect import collect, is_fsdp1, slot_of, validate_parameters
+from lightning_replicate.core.collect import all_names, collect, is_fsdp1, slot_of, validate_parameters
 from lightning_replicate.core.dtensor import is_dtensor
 from lightning_replicate.core.layout import ParamSpec
 from lightning_replicate.core.marks import FUNCTION_NAME
@@ -36,6 +44,7 @@ class _Replicate:
         process_group: dist.ProcessGroup | None = None,
         ignored_modules: Iterable[nn.Module] = (),
         ignored_params: Iterable[nn.Parameter] = (),
+        ignored_buffers: IgnoredBuffers = (),
         bucket_cap_mb: BucketCap = 25.0,
         reduce_dtype: torch.dtype | None = None,
         average: Average = "participants",
@@ -66,6 +75,11 @@ class _Replicate:
             process_group: The same as a process group; give one of the two.
             ignored_modules: Submodules to leave alone, with all that is in them.
             ignored_params: Parameters to leave alone.
+            ignored_buffers: Buffers that are each rank's own, a queue for instance, and may have another shape on each:
+                the buffers themselves, or their names and globs (``*`` stays within one part of a dotted name). Names
+                are those of the module's ``named_buffers()``, and begin with ``[0].``, ``[1].`` and so on where several
+                modules are given. They stay ignored by name if they are assigned anew, and buffers that come later are
+                ignored if a name or glob means them. Goes before globs and callables of ``buffers``.
             bucket_cap_mb: Gradients are sent in buckets of about this size, in MiB. The first is at most 1 MiB.
                 ``"auto"`` measures in the first three rounds when gradients arrive and what messages cost, cuts where
                 the round would end first, and keeps that cut if the next twelve rounds show it to be faster (on CPUs;
@@ -94,9 +108,10 @@ class _Replicate:
         Raises:
             RuntimeError: If other processes were launched and ``torch.distributed`` is not initialized.
             TypeError: If something other than modules is given, or ``comm_hook`` cannot be called.
-            ValueError: If an option is out of range, a module is already replicated or sharded, or a parameter is on
-                the meta device or a ``DTensor``.
-            ReplicateError: On all ranks, with the first difference, if ranks hold different parameters.
+            ValueError: If an option is out of range, a module is already replicated or sharded, a parameter is on the
+                meta device or a ``DTensor``, or an ignored buffer is none of the modules' (a buffer, too, belongs to
+                the innermost call).
+            ReplicateError: On all ranks, with the first difference, if ranks hold different parameters or buffers.
 
         Source: the composable ``replicate`` prototype of pytorch/pytorch#87649 and what its reviewers asked for.
         """
@@ -117,6 +132,7 @@ class _Replicate:
             process_group=_resolve_group(mesh, process_group),
             ignored_modules=ignored_modules,
             ignored_params=ignored_params,
+            ignored_buffers=ignored_buffers,
             broadcast=broadcast,
         )
         return modules[0] if len(modules) == 1 else modules
@@ -175,6 +191,7 @@ def apply(
     process_group: dist.ProcessGroup | None,
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
+    ignored_buffers: IgnoredBuffers = (),
     broadcast: bool = True,
     names: dict[nn.Module, str] | None = None,
     partition: Callable[[nn.Parameter], int] | None = None,
@@ -187,6 +204,7 @@ def apply(
         process_group: The ranks that average together; ``None`` for a process on its own.
         ignored_modules: Submodules to leave alone.
         ignored_params: Parameters to leave alone.
+        ignored_buffers: Buffers to leave alone, by ``names`` if these are given. Then some may lie elsewhere.
         broadcast: Whether values are equalized now.
         names: The modules' names, for reports. Default: empty for one module, their positions for several.
         partition: Gives each parameter the number of its group; groups reduce independently of each other.
@@ -207,6 +225,12 @@ def apply(
     ]
     params = collect(roots, prefixes, ignored_modules, ignored_params)
     validate_parameters(params, roots)
+    own_buffers = names_to_ignore(
+        ignored_buffers,
+        list(all_names(roots, prefixes, ignored_modules)),
+        options.buffers,
+        all_here=names is None,
+    )
     groups: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, param in params:
         groups.setdefault(0 if partition is None else partition(param), []).append((name, param))
@@ -219,6 +243,7 @@ def apply(
         options,
         ignored_modules=ignored_modules,
         ignored_params=ignored_params,
+        ignored_buffers=own_buffers,
         broadcast=broadcast,
     )
     _mark(roots)
@@ -236,8 +261,7 @@ def states_in(root: nn.Module) -> list[ReplicateState]:
 def equalize(
     root: nn.Module,
     *,
-    local_params: Iterable[nn.Parameter],
-    local_modules: Iterable[nn.Module],
+    local: Iterable[torch.Tensor],
     process_group: dist.ProcessGroup,
 ) -> None:
     """Gives what no ``replicate()`` call manages the first rank's values: frozen teachers, loose buffers.
@@ -246,8 +270,7 @@ def equalize(
 
     Args:
         root: The model.
-        local_params: Parameters to leave alone.
-        local_modules: Modules whose buffers to leave alone.
+        local: Parameters and buffers to leave alone.
         process_group: The ranks that become equal.
 
     Raises:
@@ -256,8 +279,7 @@ def equalize(
     if dist.get_world_size(process_group) == 1:
         return
     walked = {module for state in states_in(root) for module in state.managed_modules()}
-    walked.update(child for module in local_modules for child in module.modules())
-    keep = set(local_params)
+    keep = set(local)
     rest: dict[str, torch.Tensor] = {}
     for name, module in root.named_modules():
         own: dict[str, torch.Tensor | None] = dict(_private.parameters_of(module))

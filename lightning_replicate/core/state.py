@@ -13,7 +13,7 @@ from lightning_replicate import _private
 from lightning_replicate.core.agreement import broadcast_from_first, gather_numbers
 from lightning_replicate.core.api import Options, Plan, RoundStats
 from lightning_replicate.core.bucket import Slot
-from lightning_replicate.core.buffers import BufferSync
+from lightning_replicate.core.buffers import BufferSync, buffers_in
 from lightning_replicate.core.channel import Channel, any_groups
 from lightning_replicate.core.collect import (
     Watch,
@@ -47,6 +47,7 @@ class ReplicateState(Switches):
         self._prefixes: tuple[str, ...] = ()
         self._ignored_modules: frozenset[nn.Module] = frozenset()
         self._ignored_params: frozenset[nn.Parameter] = frozenset()
+        self._ignored_buffers: tuple[str, ...] = ()
         self._options = Options()
         self._broadcast = True
         self.channel: Channel | None = None
@@ -71,6 +72,7 @@ class ReplicateState(Switches):
         *,
         ignored_modules: Iterable[nn.Module],
         ignored_params: Iterable[nn.Parameter],
+        ignored_buffers: Iterable[str],
         broadcast: bool,
     ) -> None:
         """Agrees with all ranks, equalizes values, plans buckets and installs hooks. Collective.
@@ -82,6 +84,7 @@ class ReplicateState(Switches):
         self._prefixes = tuple(prefixes)
         self._ignored_modules = frozenset(ignored_modules)
         self._ignored_params = frozenset(ignored_params)
+        self._ignored_buffers = tuple(ignored_buffers)
         self._options = options
         self._broadcast = broadcast
         self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
@@ -99,7 +102,7 @@ class ReplicateState(Switches):
                 self._reducers.append(reducer)
             for reducer in self._reducers:
                 reducer.agree(broadcast=False)
-            self._buffers = BufferSync(options.buffers, self._walk, self.channel.gradients)
+            self._buffers = BufferSync(options.buffers, self._walk, self.channel.gradients, self._ignored_buffers)
             self._buffers.equalize_new(self.channel.control, broadcast=broadcast)
         except BaseException:
             self._forget()
@@ -193,6 +196,11 @@ class ReplicateState(Switches):
         return self._ignored_params
 
     @property
+    def ignored_buffers(self) -> tuple[str, ...]:
+        """Names and globs of the buffers that the call left alone."""
+        return self._ignored_buffers
+
+    @property
     def average(self) -> str:
         """What the sum of gradients is divided by."""
         return self._options.average
@@ -206,6 +214,10 @@ class ReplicateState(Switches):
         if self.active:
             return [slot.param for reducer in self._reducers for slot in reducer.slots]
         return [param for _, param in self._parameters()]
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers that this call looks after: all but those that it was told to ignore."""
+        return [held.buffer for held in buffers_in(self._walk(), self._ignored_buffers)]
 
     def _walk(self) -> list[tuple[str, nn.Module]]:
         return [

@@ -119,7 +119,29 @@ class Checkpoints:
         for plain, (key, value) in zip(folder.plain_names(saved), saved.items(), strict=True):
             name = names.get(plain, key)  # compiled here and not there, or the other way round
             state[name] = _cut(value, own.get(name))
-        super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)  # type: ignore[misc]
+        error: RuntimeError | None = None
+        try:
+            super().load_model_state_dict({**checkpoint, "state_dict": state}, strict=strict)  # type: ignore[misc]
+        except RuntimeError as caught:
+            error = caught
+        self._require_fits_all(error)
+
+    def _require_fits_all(self, error: RuntimeError | None) -> None:
+        """Lets all ranks fail to load if one does: it may have a local buffer of another shape than rank 0's."""
+        mine = None if error is None else str(error)
+        errors = [mine]
+        if self.world_size > 1 and dist.is_initialized():
+            errors *= self.world_size
+            dist.all_gather_object(errors, mine)
+        failed = [rank for rank, text in enumerate(errors) if text is not None]
+        if failed and len(failed) < len(errors):
+            raise ReplicateError(
+                f"The checkpoint fits some ranks, and not rank {', '.join(map(str, failed))}: {errors[failed[0]]}\nA"
+                f" checkpoint holds rank 0's value of a buffer that is each rank's own. Register it with"
+                f" `persistent=False`, or put the rank's value into `checkpoint['state_dict']` in `on_load_checkpoint`."
+            ) from error
+        if error is not None:
+            raise error
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = [

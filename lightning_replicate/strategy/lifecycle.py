@@ -57,7 +57,8 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         replicate: Submodules whose gradients are averaged: names, globs, module classes, or a callable ``(name,
             module) -> bool``. Names and globs may also mean parameters. Default: what was marked by hand with
             :func:`~lightning_replicate.replicate` in ``configure_model``, else the whole model.
-        local: What stays out: its parameters keep the gradients of their rank.
+        local: What stays out: its parameters keep the gradients of their rank, its buffers are each rank's own and may
+            have another shape on each. Names and globs may also mean parameters and buffers.
         shard: Submodules that are sharded with FSDP2 (``fully_shard``): patterns, or a mapping from pattern to
             arguments of ``fully_shard`` for what it matches. Children are sharded before parents. The rest is
             replicated.
@@ -310,7 +311,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
             self._keep_in_lockstep(control)
 
     def _mark_modules(self) -> None:
-        local = select(self.lightning_module, self._local, "local")
+        local = select(self.lightning_module, self._local, "local", buffers=True)
         self._local_params = local.all_parameters()
         self._states = mark(self.lightning_module, self._replicate, local, self._options, self.optimizers)
         self._follow_buffers_of_shards(local)

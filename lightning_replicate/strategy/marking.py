@@ -28,16 +28,20 @@ def mark(
     Args:
         root: The LightningModule, on its device.
         replicate: What to replicate; ``None`` without a choice.
-        local: What stays out.
+        local: What stays out, buffers included.
         options: How gradients travel.
         optimizers: The optimizers, for the groups.
 
     Returns:
         The states of all calls on the model, those by hand included.
+
+    Raises:
+        ValueError: If a buffer is to be local that a call by hand looks after.
     """
     group = dist.group.WORLD
     assert group is not None
     states = states_in(root)
+    _require_not_marked_by_hand(local, states)
     for state in states:
         state.validate()
         state.refresh()  # the model was moved and converted since
@@ -51,6 +55,7 @@ def mark(
                 process_group=group,
                 ignored_modules=local.modules.values(),
                 ignored_params=ignored_params,
+                ignored_buffers=local.buffer_names(),
                 names=modules,
                 **extra,
             )
@@ -65,8 +70,19 @@ def mark(
             call({root: ""}, options=dataclasses.replace(options, buffers="start"), ignored_params=others)
     elif not states and "fully_shard" not in _private.composable_registry(root):
         call({root: ""}, partition=_by_optimizer(list(optimizers)))
-    equalize(root, local_params=local.all_parameters(), local_modules=local.modules.values(), process_group=group)
+    equalize(root, local=local.all_tensors(), process_group=group)
     return states
+
+
+def _require_not_marked_by_hand(local: Selection, states: Iterable[ReplicateState]) -> None:
+    """Checks that no call by hand looks after a local buffer: it has given it rank 0's value already."""
+    looked_after = {buffer for state in states for buffer in state.buffers()}
+    for name, buffer in local.buffers.items():
+        if buffer in looked_after:
+            raise ValueError(
+                f"`local`: buffer {name!r} lies in a module that was given to replicate() by hand, which has made it"
+                f" equal on all ranks. Leave it out there, too: `replicate(..., ignored_buffers=[...])`."
+            )
 
 
 def _by_optimizer(optimizers: list[Any]) -> Callable[[nn.Parameter], int]:

@@ -96,32 +96,27 @@ class MixedModels:
                 " checkpoints cannot read. Shard them with `fully_shard` (FSDP2), by hand or with"
                 " `ReplicateStrategy(shard=...)`."
             )
-        fits = trainer.state.fn == "fit"
-        if fits or not self._sharded():
+        if trainer.state.fn == "fit":
             super().setup(trainer)  # type: ignore[misc]
             return
-        # Lightning would give all ranks rank 0's shards before it evaluates
+        # before it evaluates, Lightning would give all ranks rank 0's shards, and what is local
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        make_equal(self.model, select(self.model, self._local, "local"))
+        make_equal(self.model, select(self.model, self._local, "local", buffers=True).all_tensors())
         self.setup_precision_plugin()
 
     def _follow_buffers_of_shards(self, local: Selection) -> None:
         """Lets buffers within sharded modules follow rank 0 like those of replicated ones."""
         walked = {module for state in self._states for module in state.managed_modules()}
         walked.update(child for module in local.modules.values() for child in module.modules())
-        rest = [
-            (f"{name}.{key}" if key else name, child)
-            for name, module in sharded_modules(self.lightning_module).items()
-            for key, child in module.named_modules()
-            if child not in walked
-        ]
+        sharded = sharded_modules(self.lightning_module).values()
+        inside = {child for module in sharded for child in module.modules()} - walked
+        rest = [found for found in self.lightning_module.named_modules() if found[1] in inside]
         if rest and self.world_size > 1:
-            unique = list({child: (name, child) for name, child in rest}.values())
             group = dist.group.WORLD
             assert group is not None
-            self._shard_buffers = BufferSync(self._options.buffers, lambda: unique, group)
+            self._shard_buffers = BufferSync(self._options.buffers, lambda: rest, group, local.buffer_names())
 
     def _sharded(self) -> dict[str, Any]:
         """The sharded modules, also those that are about to be sharded."""
@@ -137,7 +132,7 @@ class MixedModels:
             super().model_to_device()  # type: ignore[misc]
             return
         module = self.lightning_module
-        local = select(module, self._local, "local")
+        local = select(module, self._local, "local", buffers=True)
         replicated = None if self._replicate is None else select(module, self._replicate, "replicate")
         assert self._mesh is not None
         shard(module, self._shard, self._mesh, local=local, replicated=replicated)  # before it needs memory on a device

@@ -1,14 +1,15 @@
-"""Which submodules and parameters a user means: names, globs, types or a callable."""
+"""Which submodules, parameters and buffers a user means: names, globs, types or a callable."""
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Union
 
+import torch
 from torch import nn
+
+from lightning_replicate.core.names import matches_name, nothing_matched
 
 Pattern = Union[str, type[nn.Module], Callable[[str, nn.Module], bool]]
 """A name or glob (``"trunk.layers.*"``), a module class, or ``(name, module) -> bool``."""
@@ -23,28 +24,45 @@ class Selection:
     Attributes:
         modules: Matched modules, usually without those inside another matched one.
         params: Matched parameters that lie in none of ``modules``.
+        buffers: Matched buffers that lie in none of ``modules``, if they were asked for, under each of their names.
+        names: The names and globs among the patterns, if buffers were asked for: more may match later.
     """
 
     modules: dict[str, nn.Module]
     params: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
 
     def all_parameters(self) -> set[nn.Parameter]:
         """Every parameter that the selection covers."""
         covered = {param for module in self.modules.values() for param in module.parameters()}
         return covered | set(self.params.values())
 
+    def all_tensors(self) -> set[torch.Tensor]:
+        """Every parameter and buffer that the selection covers."""
+        covered = {buffer for module in self.modules.values() for buffer in module.buffers()}
+        return self.all_parameters() | covered | set(self.buffers.values())
 
-def select(root: nn.Module, patterns: Patterns, option: str, *, nested: bool = False) -> Selection:
+    def buffer_names(self) -> tuple[str, ...]:
+        """Names and globs of all buffers outside of ``modules`` that the selection covers, now and later."""
+        return (*self.names, *self.buffers)
+
+
+def select(
+    root: nn.Module, patterns: Patterns, option: str, *, nested: bool = False, buffers: bool = False
+) -> Selection:
     """Finds what patterns match.
 
     In a glob, ``*`` stands for any characters within one part of a dotted name, so that ``"layers.*"`` matches
-    ``layers.0`` and not ``layers.0.linear``. A name or glob may also match parameters.
+    ``layers.0`` and not ``layers.0.linear``. A name or glob may also match parameters, and buffers where these are
+    wanted.
 
     Args:
         root: The model.
         patterns: One pattern or several.
         option: Name of the option that the patterns were given for, for messages.
         nested: Whether modules inside another matched one are wanted, too.
+        buffers: Whether buffers are wanted, too.
 
     Raises:
         ValueError: If a pattern matches nothing; names that come near are shown.
@@ -52,25 +70,35 @@ def select(root: nn.Module, patterns: Patterns, option: str, *, nested: bool = F
     """
     modules = {name: module for name, module in root.named_modules() if name}
     params = dict(root.named_parameters(remove_duplicate=False))
+    held = dict(root.named_buffers(remove_duplicate=False)) if buffers else {}
+    kinds = "submodule, parameter or buffer of the model" if buffers else "submodule or parameter of the model"
+    listed = _as_list(patterns, option)
     hit_modules: dict[str, nn.Module] = {}
     hit_params: dict[str, nn.Parameter] = {}
-    for pattern in _as_list(patterns, option):
+    hit_buffers: set[torch.Tensor] = set()
+    for pattern in listed:
         found_modules = [name for name, module in modules.items() if _matches(pattern, name, module)]
-        found_params = [name for name in params if isinstance(pattern, str) and _matches_name(pattern, name)]
-        if not found_modules and not found_params:
-            raise ValueError(_nothing_matched(pattern, option, [*modules, *params]))
+        found_params = [name for name in params if isinstance(pattern, str) and matches_name(pattern, name)]
+        found_buffers = [name for name in held if isinstance(pattern, str) and matches_name(pattern, name)]
+        if not found_modules and not found_params and not found_buffers:
+            if isinstance(pattern, str):
+                raise ValueError(nothing_matched(pattern, option, kinds, [*modules, *params, *held]))
+            raise ValueError(f"`{option}`: {getattr(pattern, '__name__', pattern)} matches no submodule of the model.")
         hit_modules.update((name, modules[name]) for name in found_modules)
         hit_params.update((name, params[name]) for name in found_params)
+        hit_buffers.update(held[name] for name in found_buffers)
     inside = {child for module in hit_modules.values() for child in module.modules() if child is not module}
     matched = {name: module for name, module in modules.items() if name in hit_modules}
     roots = {name: module for name, module in matched.items() if nested or module not in inside}
-    covered = {param for module in roots.values() for param in module.parameters()}
+    covered = {tensor for module in roots.values() for tensor in (*module.parameters(), *module.buffers())}
     loose = {name: param for name, param in params.items() if name in hit_params and param not in covered}
-    return Selection(roots, loose)
+    loose_buffers = {name: held[name] for name in held if held[name] in hit_buffers - covered}
+    names = tuple(pattern for pattern in listed if buffers and isinstance(pattern, str))
+    return Selection(roots, loose, loose_buffers, names)
 
 
 def select_existing(root: nn.Module, patterns: Patterns, option: str) -> Selection:
-    """The same where patterns may match nothing yet: before ``configure_model`` has built everything."""
+    """Modules and parameters where patterns may match nothing yet: before ``configure_model`` has built everything."""
     modules: dict[str, nn.Module] = {}
     params: dict[str, nn.Parameter] = {}
     for pattern in _as_list(patterns, option):
@@ -96,20 +124,7 @@ def _as_list(patterns: Patterns, option: str) -> list[Pattern]:
 
 def _matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
     if isinstance(pattern, str):
-        return _matches_name(pattern, name)
+        return matches_name(pattern, name)
     if isinstance(pattern, type):
         return isinstance(module, pattern)
     return bool(pattern(name, module))
-
-
-def _matches_name(pattern: str, name: str) -> bool:
-    wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(map(fnmatch.fnmatchcase, parts, wanted))
-
-
-def _nothing_matched(pattern: Pattern, option: str, names: Iterable[str]) -> str:
-    if not isinstance(pattern, str):
-        return f"`{option}`: {getattr(pattern, '__name__', pattern)} matches no submodule of the model."
-    near = difflib.get_close_matches(pattern, list(names), n=4, cutoff=0.4)
-    hint = f" Near it are: {', '.join(map(repr, near))}." if near else ""
-    return f"`{option}`: {pattern!r} matches no submodule or parameter of the model.{hint}"

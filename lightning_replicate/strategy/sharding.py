@@ -108,17 +108,17 @@ def shard(
                 f" sharded. Only a module with all its parameters can be replicated there."
             )
     _require_one_owner(root, chosen)
-    make_equal(root, local)
+    make_equal(root, local.all_tensors())
     left_alone = {param for selection in others for param in selection.all_parameters()}
     for module, options in todo.values():
         fully_shard(module, mesh=mesh, ignored_params=left_alone & set(module.parameters()), **options)
 
 
-def make_equal(root: nn.Module, local: Selection) -> None:
-    """Gives all that is neither local nor sharded rank 0's values. Collective."""
+def make_equal(root: nn.Module, local: Iterable[torch.Tensor]) -> None:
+    """Gives all parameters and buffers that are neither local nor sharded rank 0's values. Collective."""
     group = dist.group.WORLD
     assert group is not None
-    equalize(root, local_params=local.all_parameters(), local_modules=local.modules.values(), process_group=group)
+    equalize(root, local=local, process_group=group)
 
 
 def _require_one_choice(sharded: Mapping[str, Any], others: Sequence[Selection]) -> None:
@@ -153,9 +153,10 @@ def _two_owners(name: str, owner: str, other_name: str, other_owner: str) -> str
 
 @contextmanager
 def equal_start(root: nn.Module, local: Selection) -> Iterator[None]:
-    """Makes ranks equal before ``configure_model`` may shard by hand, and gives all the same random numbers in it.
+    """Makes parameters equal before ``configure_model`` may shard, and gives all the same random numbers in it.
 
-    Collective. Afterwards each rank goes on with its own random numbers.
+    Collective. Afterwards each rank goes on with its own random numbers. Buffers become equal later, since
+    ``configure_model`` may say which ones are each rank's own: ``replicate(..., ignored_buffers=...)``.
 
     Args:
         root: The model.
@@ -169,7 +170,7 @@ def equal_start(root: nn.Module, local: Selection) -> Iterator[None]:
         names.setdefault(param, []).append(name)
     shared = [tied for tied in names.values() if len(tied) > 1]
     if not any(param.is_meta or nn.parameter.is_lazy(param) for param in names):
-        make_equal(root, local)
+        make_equal(root, local.all_parameters() | set(root.buffers()))
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     with torch.random.fork_rng(devices=devices):
         states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
@@ -205,6 +206,7 @@ class ByHand:
                 state.options,
                 [names[module] for module in state.ignored_modules],
                 [names[param] for param in state.ignored_params if param in names],  # others were sharded since
+                state.ignored_buffers,
             )
             for state in states
         ]
@@ -212,15 +214,14 @@ class ByHand:
     @classmethod
     def mark_again(cls, root: nn.Module) -> None:
         """Makes the same calls of ``replicate()`` again. Collective."""
-        for names, options, ignored_modules, ignored_params in cls._of.get(root, ()):
-            modules = {root.get_submodule(name): name for name in names}
-            apply(
-                list(modules),
+        for names, options, ignored_modules, ignored_params, ignored_buffers in cls._of.get(root, ()):
+            apply(  # without `names`: those of buffers are as they were in the user's call
+                [root.get_submodule(name) for name in names],
                 options,
                 process_group=dist.group.WORLD,
                 ignored_modules=[root.get_submodule(name) for name in ignored_modules],
                 ignored_params=[root.get_parameter(name) for name in ignored_params],
-                names=modules,
+                ignored_buffers=ignored_buffers,
             )
 
     @classmethod
