@@ -3,7 +3,7 @@
 Set-up makes all buffers equal. After that, by ``buffers=``:
 
 =============  ===========================================  =====================================================
-choice         after each round (once a step)               when about to be read (:meth:`BufferSync.before_reading`)
+choice         after each round (see below)                 when about to be read (:meth:`BufferSync.before_reading`)
 =============  ===========================================  =====================================================
 ``"auto"``     floating-point, but for normalization layers  running statistics of normalization layers
 ``"step"``     floating-point and running statistics         nothing
@@ -11,6 +11,9 @@ choice         after each round (once a step)               when about to be rea
 ``"start"``    nothing                                       nothing
 names, call    the chosen ones                               nothing
 =============  ===========================================  =====================================================
+
+Under the Trainer, what follows after each round does so between that step and the next: what a rank has counted in a
+buffer is still its own when hooks before the optimizer's step look at it.
 
 Integer buffers (counters) and the states of torchmetrics' metrics belong to their rank and are left alone, unless they
 are chosen by name or callable. In a glob among these names, ``*`` stands for any characters, dots too.
@@ -120,7 +123,11 @@ class BufferSync:
         choice: The ``buffers`` option.
         walk: Gives the managed modules with their names.
         group: The group over which buffers travel.
+        control: A group of the same ranks on which CPU tensors travel.
         ignored: Names and globs of buffers that are each rank's own.
+
+    Attributes:
+        waits: Whether what follows rank 0 after each round waits for :meth:`send_due`.
     """
 
     def __init__(
@@ -128,14 +135,18 @@ class BufferSync:
         choice: BufferChoice,
         walk: Callable[[], Sequence[tuple[str, nn.Module]]],
         group: dist.ProcessGroup,
+        control: dist.ProcessGroup,
         ignored: Sequence[str] = (),
     ) -> None:
+        self.waits = False
+        self._due = False
         self._choice = choice
         self._walk = walk
         self._group = group
+        self._control = control
         self._ignored = ignored
-        self._step: list[tuple[nn.Module, str]] = []
-        self._read: list[tuple[nn.Module, str]] = []
+        self._step: list[tuple[str, nn.Module, str]] = []
+        self._read: list[tuple[str, nn.Module, str]] = []
         self._known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
         self.rescan()
 
@@ -162,13 +173,12 @@ class BufferSync:
         else:
             to = {"step": self._step, "epoch": self._read, "start": None}[choice]
         if to is not None:
-            to.append((module, key))
+            to.append((name, module, key))
 
-    def equalize_new(self, control: dist.ProcessGroup, *, broadcast: bool) -> None:
+    def equalize_new(self, *, broadcast: bool) -> None:
         """Gives every buffer that was not there before, persistent or not, the first rank's values. Collective.
 
         Args:
-            control: A group on which CPU tensors travel.
             broadcast: Whether values travel, or ranks are only compared.
 
         Raises:
@@ -181,9 +191,8 @@ class BufferSync:
             if found.key not in self._known.get(found.module, ())
             and not nn.parameter.is_lazy(found.buffer)  # lazy modules give ranks equal ones
         }
-        require_same_specs(
-            [ParamSpec.of(name, found.buffer) for name, found in new.items()], "", control, kind="buffer"
-        )
+        specs = [ParamSpec.of(name, found.buffer) for name, found in new.items()]
+        require_same_specs(specs, "", self._control, kind="buffer")
         if broadcast:
             broadcast_from_first(list(dict.fromkeys(found.buffer for found in new.values())), self._group)
         for found in new.values():
@@ -191,18 +200,32 @@ class BufferSync:
 
     def after_round(self) -> None:
         """Synchronizes what follows rank 0 in every step. Collective, but for models without such buffers."""
-        self._broadcast(self._step)
+        self._due = True
+        if not self.waits:
+            self.send_due()
+
+    def send_due(self) -> None:
+        """Synchronizes what waits since the last round. Collective, like :meth:`after_round`."""
+        if self._due:
+            self._due = False
+            self._broadcast(self._step)
 
     def before_reading(self) -> None:
         """Synchronizes what follows rank 0 when it is about to be read. Collective, like :meth:`after_round`."""
+        self.send_due()
         self._broadcast(self._read)
 
-    def _broadcast(self, where: Sequence[tuple[nn.Module, str]]) -> None:
-        found = (_private.buffers_of(module).get(key) for module, key in where)
-        tensors = [buffer for buffer in found if buffer is not None and not nn.parameter.is_lazy(buffer)]
-        if tensors:
-            with torch.profiler.record_function("replicate::buffers"):
-                broadcast_from_first(tensors, self._group, unseen_by_autograd=True)
+    def _broadcast(self, where: Sequence[tuple[str, nn.Module, str]]) -> None:
+        if not where:
+            return
+        held = {name: _private.buffers_of(module).get(key) for name, module, key in where}
+        present = {n: buffer for n, buffer in held.items() if buffer is not None and not nn.parameter.is_lazy(buffer)}
+        with torch.profiler.record_function("replicate::buffers"):
+            # the backend would end the process where sizes differ
+            specs = [ParamSpec.of(name, buffer) for name, buffer in present.items()]
+            require_same_specs(specs, "", self._control, kind="buffer")
+            if present:
+                broadcast_from_first(list(present.values()), self._group, unseen_by_autograd=True)
 
 
 def _is_metric(module: nn.Module) -> bool:

@@ -102,8 +102,10 @@ class ReplicateState(Switches):
                 self._reducers.append(reducer)
             for reducer in self._reducers:
                 reducer.agree(broadcast=False)
-            self._buffers = BufferSync(options.buffers, self._walk, self.channel.gradients, self._ignored_buffers)
-            self._buffers.equalize_new(self.channel.control, broadcast=broadcast)
+            self._buffers = BufferSync(
+                options.buffers, self._walk, self.channel.gradients, self.channel.control, self._ignored_buffers
+            )
+            self._buffers.equalize_new(broadcast=broadcast)
         except BaseException:
             self._forget()
             raise
@@ -286,8 +288,8 @@ class ReplicateState(Switches):
             reducer.agree(broadcast=self._broadcast)
             reducer.build()
         self._structure_changed = False
-        if self._buffers is not None and self.channel is not None:
-            self._buffers.equalize_new(self.channel.control, broadcast=self._broadcast)
+        if self._buffers is not None:
+            self._buffers.equalize_new(broadcast=self._broadcast)
 
     @property
     def has_new_parameters(self) -> bool:

@@ -222,6 +222,16 @@ class Switches:
         if self._buffers is not None:
             self._buffers.before_reading()
 
+    def hold_buffers(self) -> None:
+        """From now on, buffers that follow rank 0 in every step wait for :meth:`send_held_buffers`."""
+        if self._buffers is not None:
+            self._buffers.waits = True
+
+    def send_held_buffers(self) -> None:
+        """Gives all ranks rank 0's buffers that wait since the last round. Collective."""
+        if self._buffers is not None:
+            self._buffers.send_due()
+
     def reset(self) -> None:
         """Takes the place of a backward that raised: the round is void, on all ranks, and the next one starts clean.
 

@@ -314,6 +314,8 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         local = select(self.lightning_module, self._local, "local", buffers=True)
         self._local_params = local.all_parameters()
         self._states = mark(self.lightning_module, self._replicate, local, self._options, self.optimizers)
+        for state in self._states:
+            state.hold_buffers()
         self._follow_buffers_of_shards(local)
 
     # ---- buffers ----------------------------------------------------------------------------------------------

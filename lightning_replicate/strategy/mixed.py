@@ -116,7 +116,11 @@ class MixedModels:
         if rest and self.world_size > 1:
             group = dist.group.WORLD
             assert group is not None
-            self._shard_buffers = BufferSync(self._options.buffers, lambda: rest, group, local.buffer_names())
+            assert group is not None and self._control is not None
+            self._shard_buffers = BufferSync(
+                self._options.buffers, lambda: rest, group, self._control, local.buffer_names()
+            )
+            self._shard_buffers.waits = True
 
     def _sharded(self) -> dict[str, Any]:
         """The sharded modules, also those that are about to be sharded."""

@@ -130,7 +130,10 @@ class Steps:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._follow_the_model()
+        if self._shard_buffers is not None:
+            self._shard_buffers.send_due()
         for state in self._states:
+            state.send_held_buffers()
             state.pre_forward()
         has_batch = not (args and isinstance(args[0], NoBatch))
         self._skipped = False
