@@ -20,6 +20,10 @@ are chosen by name or callable. In a glob among these names, ``*`` stands for an
 
 ``ignored_buffers`` are each rank's own from the start, whatever is chosen: shapes may differ, too. They are ignored by
 their names, so that one which is assigned anew, or registered later, is ignored as well.
+
+DDP sends all buffers before each forward. In its terms, ``forward_sync_buffers=True`` is ``"auto"`` here, or, with
+counters, ``lambda name, buffer: True``. ``forward_sync_buffers=False`` is ``"start"``. ``broadcast_buffers=False``,
+where they do not even travel at set-up, is ``ignored_buffers=list(module.buffers())``.
 """
 
 from __future__ import annotations

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_replicate import ReplicateError, replicate
 from lightning_replicate.core.names import matches_name
@@ -224,6 +227,56 @@ def test_bad_arguments(ignored: Any, buffers: Any, error: type[Exception], messa
 )
 def test_what_a_glob_means(pattern: str, name: str, matches: bool) -> None:
     assert matches_name(pattern, name) is matches
+
+
+class _Plain(nn.Module):
+    """What DDP can train, too: buffers of equal shapes, and a counter. Ranks begin with different ones."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.linear, self.norm = seeded(lambda: nn.Linear(4, 4), 0), nn.BatchNorm1d(4)
+        self.register_buffer("average", torch.full((4,), float(rank)))
+        self.norm.running_mean.fill_(rank)
+        self.norm.num_batches_tracked.fill_(10 * rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = self.average + x.mean(0).detach()
+        return self.norm(self.linear(x))
+
+
+def _as_ddp(rank: int) -> None:
+    everything = lambda name, buffer: True
+    cases: list[tuple[dict[str, Any], Any]] = [
+        ({"forward_sync_buffers": True}, lambda module: {"buffers": everything}),
+        ({"forward_sync_buffers": False}, lambda module: {"buffers": "start"}),
+        ({"broadcast_buffers": False}, lambda module: {"ignored_buffers": list(module.buffers())}),
+    ]
+    for theirs, ours in cases:
+        model, reference = _Plain(rank), _Plain(rank)
+        replicate(model, **ours(model))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # `broadcast_buffers` is deprecated
+            wrapped = DistributedDataParallel(reference, **theirs)
+        at_forward: list[list[Tensor]] = [[], []]  # DDP has just sent them then
+        for module, seen in zip((model, reference), at_forward, strict=True):
+            module.linear.register_forward_pre_hook(
+                lambda *_, module=module, seen=seen: seen.extend(buffer.clone() for buffer in module.norm.buffers())
+            )
+        for step in range(3):
+            for run in (model, wrapped):
+                run(data(rank, step, 5, 4)).pow(2).sum().backward()
+        assert len(at_forward[0]) == len(at_forward[1]) == 9
+        for mine, other in zip(*at_forward, strict=True):
+            torch.testing.assert_close(mine, other)
+        counted = {"forward_sync_buffers": 2, "broadcast_buffers": 10 * rank + 2}[next(iter(theirs))]
+        assert at_forward[0][-1].item() == counted
+
+
+@pytest.mark.skipif(
+    "forward_sync_buffers" not in inspect.signature(DistributedDataParallel).parameters, reason="new in torch 2.13"
+)
+def test_what_ddps_arguments_mean_here(ranks: Ranks) -> None:
+    ranks(2, _as_ddp)
 
 
 def _names_of_several(rank: int) -> None:
