@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts anew find each other, and go on from the last checkpoint (R41)."""
+"""Ranks that torchrun starts anew find each other, and go on from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _attempts(folder: Path, rank: int) -> list[int]:
 
 
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_r41_ranks_are_started_anew_again_and_again(rendezvous: str, tmp_path: Path) -> None:
+def test_ranks_are_started_anew_again_and_again(rendezvous: str, tmp_path: Path) -> None:
     options = {"static": ("--master-port", _free_port()), "c10d": ("--standalone",)}[rendezvous]
     _run(tmp_path / "whole", 0, *options)
     _run(tmp_path / "killed", 3, *options, "--max-restarts=3")
