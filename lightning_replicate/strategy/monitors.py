@@ -8,8 +8,6 @@ value, so what is best is not the same for all ranks: here the user is told, onc
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Sequence
 from math import isnan, nan
 from typing import Any
@@ -44,31 +42,30 @@ class Monitors:
         Returns:
             A function that undoes it.
         """
-        wrapped = []
+        followed = []
         for schedule in schedules:
             if isinstance(schedule.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 # in manual optimization the user hands it over, and Lightning keeps no name
-                self._wrap(schedule.scheduler, schedule.monitor or "the argument of ReduceLROnPlateau.step")
-                wrapped.append(schedule.scheduler)
+                name = schedule.monitor or "the argument of ReduceLROnPlateau.step"
+                followed.append((schedule.scheduler, type(schedule.scheduler)))
+                # an attribute of the schedule itself would get into its state, and into checkpoints
+                schedule.scheduler.__class__ = self._following_mean(type(schedule.scheduler), name)
 
         def undo() -> None:
-            for scheduler in wrapped:
-                vars(scheduler).pop("step", None)
+            for scheduler, kind in followed:
+                scheduler.__class__ = kind
 
         return undo
 
-    def _wrap(self, scheduler: Any, monitor: str) -> None:
-        original = scheduler.step
-
-        @functools.wraps(original)
-        def step(_: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
+    def _following_mean(self, kind: Any, monitor: str) -> Any:
+        def step(scheduler: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
             values = [value for (value,) in self._gather([float(metrics)])]
             if _differ(values):
                 self._tell(monitor, values, "the schedule of the learning rate follows their mean")
                 metrics = sum(values) / len(values)
-            return original(metrics, *args, **kwargs)
+            return kind.step(scheduler, metrics, *args, **kwargs)
 
-        scheduler.step = types.MethodType(step, scheduler)
+        return type(kind.__name__, (kind,), {"step": step})
 
     def compare(self) -> None:
         """Tells the user of values that callbacks follow and that are not the same on all ranks. Collective."""

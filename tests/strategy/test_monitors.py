@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
@@ -69,7 +71,33 @@ def _schedules(rank: int) -> None:
         reference = by_hand(mlp(4, 5, 2), lambda m, r, step: _loss(m, r, step % 4), 16, world=WORLD)
         assert_trained_like(model, reference)
         schedule: Any = model.trainer.lr_scheduler_configs[0].scheduler
-        assert "step" not in vars(schedule)  # as it was
+        assert type(schedule) is torch.optim.lr_scheduler.ReduceLROnPlateau  # as it was
+
+
+class _SavesEarly(Callback):
+    def on_train_epoch_start(self, run: Any, module: Any) -> None:
+        if run.current_epoch == 2:
+            run.save_checkpoint(self.path)
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+def _resumed(rank: int, path: str) -> None:
+    """The schedule's state in a checkpoint is what torch makes it."""
+    warnings.simplefilter("ignore")
+    trainer(max_epochs=3, callbacks=[_SavesEarly(path)]).fit(_Plateau())
+    dist.barrier()
+    state = torch.load(path, weights_only=True)["lr_schedulers"][0]
+    assert state["best"] == 4.5 and "step" not in state
+    model = _Plateau()
+    trainer(max_epochs=4).fit(model, ckpt_path=path, weights_only=True)
+    assert model.trainer.optimizers[0].param_groups[0]["lr"] == 0.05
+    assert_ranks_equal(list(model.parameters()))
+
+
+def test_a_schedule_in_a_checkpoint(ranks: Ranks, tmp_path: Any) -> None:
+    ranks(2, _resumed, f"{tmp_path}/early.ckpt")
 
 
 def test_a_schedule_that_follows_a_local_value_follows_its_mean(ranks: Ranks) -> None:
