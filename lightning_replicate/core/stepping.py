@@ -122,19 +122,23 @@ def _was_averaged(slot: Slot, grad: torch.Tensor, reducer: Reducer, last: _LastS
     """Whether a gradient outside of its bucket comes from a round, or was there in the optimizer's last step."""
     if slot in last.apart and last.apart[slot]() is grad:
         return True
-    return slot.used or (reducer.rounds > last.rounds and slot not in reducer.without_average)
+    if slot.used or (reducer.rounds > last.rounds and slot not in reducer.without_average):
+        return True
+    # zeros instead of None, zeroed in place: whoever has others is noticed
+    return grad.layout is torch.strided and not grad.any()
 
 
 class _Loss(torch.Tensor):
     """A loss that becomes the average over ranks when somebody looks at it while the optimizer steps."""
 
     _steps: _Steps
+    _step: int
     _value: torch.Tensor | None = None
 
     @classmethod
     def of(cls, loss: torch.Tensor, steps: _Steps) -> _Loss:
         made = loss.detach().as_subclass(cls)
-        made._steps = steps
+        made._steps, made._step = steps, steps.count
         return made
 
     @classmethod
@@ -147,7 +151,8 @@ class _Loss(torch.Tensor):
         if not isinstance(value, _Loss):
             return value
         plain = _private.as_plain_tensor(value)
-        if value._value is None and value._steps.running:
+        # once its step has ended, well or not, it is this rank's own business
+        if value._value is None and value._steps.running and value._steps.count == value._step:
             value._value = plain.new_tensor(value._steps.average(plain.item()))
         return plain if value._value is None else value._value
 
@@ -168,8 +173,9 @@ def watch_optimizers(*, on: bool) -> None:
         _handles.clear()
 
 
-@_private.not_compiled
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.compiler.is_compiling():  # a compiled step is not looked at
+        return None
     steps = _steps_of.setdefault(optimizer, _Steps())
     steps.look_up(optimizer)
     if not steps.groups:
@@ -188,6 +194,8 @@ def _closure(closure: Callable[[], Any], optimizer: Optimizer, steps: _Steps) ->
     def closure_for_all_ranks() -> Any:
         loss = closure()
         steps.check(optimizer)
+        if isinstance(loss, _Loss):  # of an optimizer around this one
+            return loss
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             return _Loss.of(loss, steps)
         if isinstance(loss, float) and isinstance(optimizer, torch.optim.LBFGS):  # a number cannot wait
@@ -197,8 +205,9 @@ def _closure(closure: Callable[[], Any], optimizer: Optimizer, steps: _Steps) ->
     return closure_for_all_ranks
 
 
-@_private.not_compiled
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     steps = _steps_of.get(optimizer)
     if steps is not None:
         steps.running = False

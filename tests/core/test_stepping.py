@@ -279,7 +279,26 @@ def _no_false_alarm(rank: int) -> None:
     torch.optim.SGD(other.parameters(), lr=0.1).step()
 
 
+def _no_false_alarm_for_zeros(rank: int) -> None:
+    """Zeros in place of None, and gradients that are zeroed in place and replaced, for layers that come and go."""
+    for steps, used_in in ((3, lambda step: False), (6, lambda step: step % 2 == 0), (45, lambda step: step < 5)):
+        model = nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)])
+        replicate(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(steps):
+            optimizer.zero_grad(set_to_none=False)
+            loss = model[0](data(rank, step, 2, 3)).mean()
+            if used_in(step):
+                loss = loss + model[1](data(rank, step, 2, 3)).mean()
+            loss.backward()
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad.clamp(-1, 1)
+            optimizer.step()
+        assert_ranks_equal(list(model.parameters()))
+
+
 def _noticed(rank: int) -> None:
+    _no_false_alarm_for_zeros(rank)
     _forgotten(rank)
     _said_otherwise(rank)
     _no_false_alarm(rank)
@@ -440,6 +459,55 @@ def _hands_through(rank: int) -> None:
             dist.all_reduce = original
     assert len(sent) == 1  # the bucket: an optimizer that does not look at the loss costs no message
     assert float(returned) == losses[-1]  # this rank's
+
+
+def _looked_at_elsewhere(rank: int) -> None:
+    """A loss is this rank's own business before and after its step, also where the step failed."""
+    model = nn.Linear(3, 1, bias=False)
+    replicate(model)
+    optimizers: list[Any] = [torch.optim.SGD(model.parameters(), lr=0.1)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # this part of torch uses what torch itself deprecates
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizers.append(ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))  # all is rank 0's
+    for optimizer in optimizers:
+        losses: list[Any] = []
+
+        def closure(fails: bool = False, losses: Any = losses) -> Tensor:
+            if rank == 0 and losses:
+                assert float(losses[-1]) > 0  # of the step before
+            if fails:
+                raise MemoryError
+            model.zero_grad()
+            loss = model(data(rank, 0, 2, 3)).pow(2).mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            losses.append(optimizer.step(closure))
+        with pytest.raises(MemoryError):
+            optimizer.step(lambda: closure(True))
+        if rank == 0:
+            assert float(losses[-1]) > 0
+        assert_ranks_equal(list(model.parameters()))
+
+
+def _compiled(rank: int) -> None:
+    model = mlp(4, 2)
+    replicate(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for i in range(3):
+        optimizer.zero_grad()
+        _loss(model, rank, i).backward()
+        step()
+    assert_ranks_equal(list(model.parameters()))
+
+
+def test_losses_of_other_steps_and_compiled_steps(ranks: Ranks) -> None:
+    ranks(2, _looked_at_elsewhere)
+    ranks(2, _compiled)
 
 
 def test_an_optimizer_that_does_not_look_costs_no_message(ranks: Ranks) -> None:
