@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_replicate import _private
 from lightning_replicate.core.api import ReplicateError
@@ -136,7 +136,7 @@ class _AgreedLoader:
         if batch is None and mode != "join":
             raise ReplicateError(
                 f"A loader ended after {_count(self._fetched)}, before the length that it gave, {len(self)}. Give it"
-                f" the right length, or an iterable dataset, for which ranks agree batch by batch."
+                f" the right length, or a sampler of your own or an iterable dataset: ranks agree on these batch by batch."
             )
         self._fetched += 1
         return (NoBatch(), self._fetched - 1, 0) if batch is None else batch
@@ -200,8 +200,11 @@ def _length(loader: Any) -> int:
 
 
 def _may_end_early(loader: Any) -> bool:
-    """Whether a loader has no length, or one that its data need not keep to."""
-    return _length(loader) < 0 or isinstance(getattr(loader, "dataset", None), IterableDataset)
+    """Whether a loader has no length, or one that its data need not keep to: only torch's own samplers are sure to."""
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        own = ("torch", "lightning", "pytorch_lightning", "NoneType", "builtins")
+        return any(type(s).__module__.partition(".")[0] not in own for s in (loader.sampler, loader.batch_sampler))
+    return not isinstance(loader, Sequence)
 
 
 def _count(batches: object) -> str:

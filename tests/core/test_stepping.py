@@ -493,21 +493,8 @@ def _looked_at_elsewhere(rank: int) -> None:
         assert_ranks_equal(list(model.parameters()))
 
 
-def _compiled(rank: int) -> None:
-    model = mlp(4, 2)
-    replicate(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = torch.compile(lambda: optimizer.step(), backend="eager")
-    for i in range(3):
-        optimizer.zero_grad()
-        _loss(model, rank, i).backward()
-        step()
-    assert_ranks_equal(list(model.parameters()))
-
-
-def test_losses_of_other_steps_and_compiled_steps(ranks: Ranks) -> None:
+def test_losses_of_other_steps(ranks: Ranks) -> None:
     ranks(2, _looked_at_elsewhere)
-    ranks(2, _compiled)
 
 
 def test_an_optimizer_that_does_not_look_costs_no_message(ranks: Ranks) -> None:
