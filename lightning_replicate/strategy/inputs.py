@@ -136,7 +136,7 @@ class _AgreedLoader:
         if batch is None and mode != "join":
             raise ReplicateError(
                 f"A loader ended after {_count(self._fetched)}, before the length that it gave, {len(self)}. Give it"
-                f" the right length, or a sampler of your own or an iterable dataset: ranks agree on these batch by batch."
+                f" the right length, or use an iterable dataset, for which ranks agree batch by batch."
             )
         self._fetched += 1
         return (NoBatch(), self._fetched - 1, 0) if batch is None else batch
