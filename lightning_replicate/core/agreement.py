@@ -177,20 +177,29 @@ def sum_of(numbers: Sequence[float], control: dist.ProcessGroup) -> list[float]:
     return [float(number) for number in message.tolist()]
 
 
-def gather_numbers(
-    numbers: Sequence[float], control: dist.ProcessGroup, dtype: torch.dtype = torch.int64
-) -> list[list[Any]]:
+def gather_numbers(numbers: Sequence[int], control: dist.ProcessGroup) -> list[list[int]]:
     """All ranks' numbers, rank by rank.
 
     Args:
         numbers: This rank's numbers; as many on every rank.
         control: A group on which CPU tensors travel.
-        dtype: As what they travel; whole numbers by default.
     """
-    message = torch.tensor([float(number) for number in numbers], dtype=torch.float64).to(dtype)
+    message = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
     gathered = [torch.empty_like(message) for _ in range(dist.get_world_size(control))]
     dist.all_gather(gathered, message, group=control)
     return [theirs.tolist() for theirs in gathered]
+
+
+def gather_objects(thing: Any, control: dist.ProcessGroup) -> list[Any]:
+    """What every rank has, rank by rank.
+
+    Args:
+        thing: What this rank has: anything that can be pickled.
+        control: A group on which CPU tensors travel.
+    """
+    gathered: list[Any] = [None] * dist.get_world_size(control)
+    dist.all_gather_object(gathered, thing, group=control)
+    return gathered
 
 
 def ranks_with(flags: Mapping[str, bool], control: dist.ProcessGroup) -> dict[str, list[int]]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_replicate import _private
-from lightning_replicate.core.agreement import gather_numbers, sum_later
+from lightning_replicate.core.agreement import gather_objects, sum_later
 from lightning_replicate.core.api import Average, BucketCap, BufferChoice, Options, Plan, UnaveragedGradients
 from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.failures import forget_failures, note_failure
@@ -305,7 +305,7 @@ class ReplicateLifecycle(MixedModels, Steps, Checkpoints):
         if control is not None:
             self._stopping = StopTogether(trainer, lambda flags: sum_later(flags, control), self.world_size)
             self._stopping.before_epoch_end = self._require_same_logged
-            monitors = Monitors(trainer, lambda numbers: gather_numbers(numbers, control, torch.float64))
+            monitors = Monitors(trainer, lambda thing: gather_objects(thing, control))
             self._undo.append(monitors.follow_mean(self.lr_scheduler_configs))
             self._stopping.after_metrics = monitors.compare
             self._keep_in_lockstep(control)

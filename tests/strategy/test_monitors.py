@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
+from lightning_replicate import ReplicateError
 from lightning_replicate.strategy.monitors import Monitors
 from tests.core.helpers import assert_ranks_equal, mlp
 from tests.ranks import Ranks
@@ -132,6 +133,40 @@ def test_callbacks_that_follow_a_local_value_are_told_of_once(ranks: Ranks, tmp_
     ranks(2, _callbacks, str(tmp_path))
 
 
+class _OnRank0(Small):
+    """A value that rank 0 alone has; ``strict=False`` lets rank 1 skip the schedule without a call."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "own", "strict": False}}
+
+    def on_train_epoch_end(self) -> None:
+        if self.global_rank == 0:
+            self.log("own", float(self.current_epoch), rank_zero_only=True)
+
+
+def _on_one_rank(rank: int) -> None:
+    warnings.simplefilter("ignore")
+    message = r"ReduceLROnPlateau on 'own' gave rank 0 a learning rate of 0.05 and rank 1 one of 0.1"
+    with pytest.raises(ReplicateError, match=message):
+        trainer(max_epochs=4).fit(_OnRank0())
+    model = _Monitored()
+    model.synchronized = True
+    # a callback that only one rank has, and that stops nobody
+    follows = [_Follows()] if rank == 0 else []
+    trainer(max_epochs=2, limit_val_batches=1, callbacks=follows).fit(model)
+    assert_ranks_equal(list(model.parameters()))
+
+
+class _Follows(Callback):
+    monitor = "loss"
+
+
+def test_values_and_callbacks_that_one_rank_alone_has(ranks: Ranks) -> None:
+    ranks(2, _on_one_rank)
+
+
 class _Trainer:
     callbacks = (EarlyStopping("a"), EarlyStopping("b"), object())
     callback_metrics = {"a": torch.tensor(math.nan)}
@@ -139,7 +174,7 @@ class _Trainer:
 
 @pytest.mark.parametrize("other", [math.nan, 1.0])
 def test_not_a_number_and_missing_values(other: float) -> None:
-    monitors = Monitors(_Trainer(), lambda numbers: [list(numbers), [other, math.nan]])
+    monitors = Monitors(_Trainer(), lambda mine: [mine, ({"a": other, "b": math.nan}, [])])
     if math.isnan(other):
         monitors.compare()  # the same everywhere
         return
