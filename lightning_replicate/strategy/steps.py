@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -103,6 +104,11 @@ class Steps:
             raise ValueError(
                 "`uneven_inputs='join'` needs automatic optimization: a rank without a batch cannot know how many"
                 " backwards the others make. Use `uneven_inputs='stop'`."
+            )
+        if "dataloader_iter" in inspect.signature(self.lightning_module.training_step).parameters:
+            raise ValueError(
+                "`uneven_inputs='join'` cannot serve a `training_step` that takes `dataloader_iter`: it would fetch"
+                " where there is no batch. Use `uneven_inputs='stop'`."
             )
         self._joins = True
 

@@ -158,6 +158,15 @@ def _join(rank: int, world: int) -> None:
         model.automatic_optimization = False
         trainer(ReplicateStrategy(uneven_inputs="join")).fit(model)
 
+    class Fetches(_Uneven):
+        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+            batch, index, _ = next(dataloader_iter)
+            return super().training_step(batch, index)
+
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="takes `dataloader_iter`"):
+        warnings.simplefilter("ignore")  # Lightning's, about this flavor
+        trainer(ReplicateStrategy(uneven_inputs="join")).fit(Fetches([1, 2, 3]))
+
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_r30_ranks_without_data_take_part_with_nothing(ranks: Ranks, world: int) -> None:
