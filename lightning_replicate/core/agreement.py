@@ -40,9 +40,7 @@ def require_same_specs(
     dist.all_gather(digests, digest, group=control)
     if all(torch.equal(other, digests[0]) for other in digests):
         return
-    described: list[tuple[str, list[ParamSpec]]] = [("", [])] * world_size
-    dist.all_gather_object(described, (options, list(specs)), group=control)
-    raise ReplicateError(_first_difference(described, kind))
+    raise ReplicateError(_first_difference(gather_objects((options, list(specs)), control), kind))
 
 
 def _first_difference(described: Sequence[tuple[str, Sequence[ParamSpec]]], kind: str) -> str:
@@ -190,12 +188,12 @@ def gather_numbers(numbers: Sequence[int], control: dist.ProcessGroup) -> list[l
     return [theirs.tolist() for theirs in gathered]
 
 
-def gather_objects(thing: Any, control: dist.ProcessGroup) -> list[Any]:
+def gather_objects(thing: Any, control: dist.ProcessGroup | None = None) -> list[Any]:
     """What every rank has, rank by rank.
 
     Args:
         thing: What this rank has: anything that can be pickled.
-        control: A group on which CPU tensors travel.
+        control: A group on which CPU tensors travel. Default: all ranks.
     """
     gathered: list[Any] = [None] * dist.get_world_size(control)
     dist.all_gather_object(gathered, thing, group=control)

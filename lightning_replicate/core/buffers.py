@@ -154,11 +154,17 @@ class BufferSync:
         self._known: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
         self.rescan()
 
-    def rescan(self) -> None:
-        """Chooses anew. Call it when modules came or went."""
+    def rescan(self) -> list[HeldBuffer]:
+        """Chooses anew. Call it when modules came or went.
+
+        Returns:
+            All buffers that are there now, whatever is chosen.
+        """
         self._step, self._read = [], []
-        for found in buffers_in(self._walk(), self._ignored):
+        held = buffers_in(self._walk(), self._ignored)
+        for found in held:
             self._sort_in(*found)
+        return held
 
     def _sort_in(self, name: str, module: nn.Module, key: str, buffer: torch.Tensor) -> None:
         choice = self._choice
@@ -166,9 +172,8 @@ class BufferSync:
         if callable(choice):
             to = self._step if choice(name, buffer) else None
         elif not isinstance(choice, str):
-            chosen = name in choice or any(
-                fnmatch.fnmatchcase(name, pattern) for pattern in choice
-            )  # "[0].x" is a name
+            # a name itself, too: in "[0].x" a glob would see a set of characters
+            chosen = name in choice or any(fnmatch.fnmatchcase(name, pattern) for pattern in choice)
             to = self._step if chosen else None
         elif not statistic and (not buffer.is_floating_point() or _is_metric(module)):
             to = None
@@ -188,10 +193,9 @@ class BufferSync:
         Raises:
             ReplicateError: On all ranks, if they hold different buffers.
         """
-        self.rescan()
         new = {
             found.name: found
-            for found in buffers_in(self._walk(), self._ignored)
+            for found in self.rescan()
             if found.key not in self._known.get(found.module, ())
             and not nn.parameter.is_lazy(found.buffer)  # lazy modules give ranks equal ones
         }

@@ -70,9 +70,8 @@ class Switches:
             params: The parameters; those of other calls are left out. Default: all.
         """
         self.offer_gradients(params)
-        if self.active and self.channel is not None:
-            with self.sync():
-                self.channel.close_without_backward(took_part=False)
+        with self.sync():
+            self.close_round(took_part=False)
 
     def offer_gradients(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Makes gradients as they are now part of what this rank gives to the next round. Does not communicate.

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_replicate import _private
+from lightning_replicate.core.agreement import gather_objects
 from lightning_replicate.core.api import ReplicateError
 from lightning_replicate.core.dtensor import is_dtensor
 from lightning_replicate.core.state import ReplicateState
@@ -101,8 +102,7 @@ class Checkpoints:
     def _require_seen_by_all(self, path: Any) -> None:
         if self.world_size == 1 or not dist.is_initialized() or "://" in str(path):
             return
-        seen: list[bool] = [False] * self.world_size
-        dist.all_gather_object(seen, os.path.exists(path))
+        seen = gather_objects(os.path.exists(path))
         if any(seen) and not all(seen):
             blind = [rank for rank, sees in enumerate(seen) if not sees]
             raise ReplicateError(
@@ -129,10 +129,7 @@ class Checkpoints:
     def _require_fits_all(self, error: RuntimeError | None) -> None:
         """Lets all ranks fail to load if one does: it may have a local buffer of another shape than rank 0's."""
         mine = None if error is None else str(error)
-        errors = [mine]
-        if self.world_size > 1 and dist.is_initialized():
-            errors *= self.world_size
-            dist.all_gather_object(errors, mine)
+        errors = gather_objects(mine) if self.world_size > 1 and dist.is_initialized() else [mine]
         failed = [rank for rank, text in enumerate(errors) if text is not None]
         if failed and len(failed) < len(errors):
             raise ReplicateError(

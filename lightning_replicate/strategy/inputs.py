@@ -202,7 +202,7 @@ def _length(loader: Any) -> int:
 def _may_end_early(loader: Any) -> bool:
     """Whether a loader has no length, or one that its data need not keep to: only torch's own samplers are sure to."""
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        own = ("torch", "lightning", "pytorch_lightning", "NoneType", "builtins")
+        own = ("torch", "lightning", "pytorch_lightning", "builtins")  # the last for None and for lists
         return any(type(s).__module__.partition(".")[0] not in own for s in (loader.sampler, loader.batch_sampler))
     return not isinstance(loader, Sequence)
 

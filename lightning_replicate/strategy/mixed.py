@@ -115,7 +115,6 @@ class MixedModels:
         rest = [found for found in self.lightning_module.named_modules() if found[1] in inside]
         if rest and self.world_size > 1:
             group = dist.group.WORLD
-            assert group is not None
             assert group is not None and self._control is not None
             self._shard_buffers = BufferSync(
                 self._options.buffers, lambda: rest, group, self._control, local.buffer_names()

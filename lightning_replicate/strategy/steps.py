@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_replicate import _private
-from lightning_replicate.core.agreement import gather_flags, gather_numbers, union
+from lightning_replicate.core.agreement import gather_flags, gather_numbers, gather_objects, union
 from lightning_replicate.core.api import ReplicateError
 from lightning_replicate.core.buffers import BufferSync
 from lightning_replicate.core.state import ReplicateState
@@ -116,9 +116,8 @@ class Steps:
         """A rank that had no batch has logged nothing, and would not take part when the others reduce what they did."""
         if not self._joins:
             return
-        trainer, control = self.lightning_module.trainer, self._control
-        by_rank: list[list[str]] = [[]] * self.world_size
-        dist.all_gather_object(by_rank, _private.logged_for_epoch(trainer), group=control)
+        trainer = self.lightning_module.trainer
+        by_rank = gather_objects(_private.logged_for_epoch(trainer), self._control)
         every = set().union(*by_rank)
         for rank, names in enumerate(by_rank):
             missing = sorted(every - set(names))
